@@ -1,0 +1,42 @@
+"""Shared by layouts: padding to one array, and the scored positions of a batch."""
+
+from __future__ import annotations
+
+from typing import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mlxlab.interfaces import Example, SpanRows
+
+
+def pad(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """Right-padded with 0 to int32 [B, T]. Causal attention hides the padding from every real token."""
+    out = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+    for row, sequence in enumerate(sequences):
+        out[row, : len(sequence)] = sequence
+    return out
+
+
+def span_rows(
+    batch: Sequence[Example],
+    spans: Mapping[str, frozenset[str]],
+    locate: Callable[[int, str, np.ndarray], tuple[np.ndarray, np.ndarray]],
+) -> list[SpanRows]:
+    """Scored positions of all spans. A token at t is predicted from the hidden state at t - 1.
+
+    Args:
+        locate: (row of the batch, branch, positions [m]) -> (stream numbers [m], flat indices [m]).
+    """
+    result = []
+    for branch, parts in spans.items():
+        for part in sorted(parts):
+            columns = []
+            for row, example in enumerate(batch):
+                sequence = example.branches[branch]
+                wanted = sequence.response if part == "response" else ~sequence.response
+                targets = np.flatnonzero(wanted[1:]) + 1
+                stream, index = locate(row, branch, targets - 1)
+                columns.append((stream, index, sequence.ids[targets], np.full(len(targets), row)))
+            merged = [np.concatenate(column).astype(np.int32) for column in zip(*columns)]
+            result.append(SpanRows(branch, part, *merged))
+    return result

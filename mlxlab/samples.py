@@ -1,0 +1,25 @@
+"""Text generated from fixed prompts, to see what training changed."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import mlx.nn as nn
+
+
+def prompts_of(examples: Sequence[Any], branch: str, count: int) -> list[list[int]]:
+    """Token ids of the prompts of the first `count` examples that have one."""
+    prompts = []
+    for example in examples:
+        sequence = example.branches[branch]
+        length = int(sequence.response.argmax())
+        if length and len(prompts) < count:
+            prompts.append([int(i) for i in sequence.ids[:length]])
+    return prompts
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: Sequence[int], max_tokens: int) -> str:
+    """The greedy continuation of `prompt`, through mlx-lm's own generation and the model as it is now."""
+    from mlx_lm.generate import stream_generate
+
+    return "".join(piece.text for piece in stream_generate(model, tokenizer, list(prompt), max_tokens=max_tokens)).strip()
