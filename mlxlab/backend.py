@@ -24,7 +24,8 @@ _dependencies: list[ctypes.CDLL] = []
 def prepare() -> None:
     """Load a fast BLAS for MLX's CPU backend on Linux; does nothing elsewhere. Call before `mlx.core` is imported.
 
-    `MLXLAB_BLAS` names a library with plain `cblas_sgemm` symbols to use, or is `off`.
+    `MLXLAB_BLAS` names a library with plain `cblas_sgemm` symbols to use, or is `off`. OpenBLAS gets half the cores
+    unless `OPENBLAS_NUM_THREADS` says otherwise.
     """
     global _blas
     wanted = os.environ.get("MLXLAB_BLAS", "")
@@ -34,6 +35,9 @@ def prepare() -> None:
     if mlx_cpu is None:
         return  # CUDA, or a build with a BLAS of its own
     for path in filter(None, [wanted, _distribution_file("cmeel-openblas", "libopenblas.so"), _system_openblas()]):
+        # MLX computes everything else in one thread. More BLAS threads than cores to spare wait for one another: on a
+        # busy machine with 2 cores, 2 threads were 6 to 10 times slower than 1.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
         try:
             library = _load(str(path), mlx_cpu.parent)
         except OSError as error:

@@ -133,7 +133,10 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
                 name = f"checkpoints/step-{step:05d}"
                 progress = {"step": step, "data": batches.position, "updates": total}
                 folder.save(
-                    name, lambda p: adapters.save_checkpoint(p, lora, config.lora, optimizer.state(), progress)
+                    name,
+                    lambda path: adapters.save_checkpoint(
+                        path, lora, config.lora, str(checkpoint), optimizer.state(), progress
+                    ),
                 )
                 log.write("event", step=step, event="checkpoint", path=name)
 

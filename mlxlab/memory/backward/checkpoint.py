@@ -8,7 +8,7 @@ from typing import Iterable
 import mlx.core as mx
 
 from mlxlab.interfaces import Backward, Params, Problem, Setup, StepResult
-from mlxlab.program import Program, evaluate, through_head
+from mlxlab.program import Program
 
 
 GRANULARITIES = ("block", "half")
@@ -17,6 +17,9 @@ GRANULARITIES = ("block", "half")
 @dataclass(frozen=True)
 class Checkpoint(Backward):
     """Memory: one carry per stage, plus the activations of one stage. One extra forward pass.
+
+    All of it is one lazy graph, which a device that runs behind the host may hold more of at once than it needs;
+    memory=segmented is evaluated piece by piece and keeps its bound there.
 
     Args:
         granularity: "block", or "half" for two stages per layer (attention, feed-forward): half the activations at
@@ -42,8 +45,6 @@ class Checkpoint(Backward):
             )
 
     def __call__(self, program: Program, params: Params) -> StepResult:
-        result = {}
-
         def whole(params):
             ends = []
             for chain in program.chains:
@@ -52,11 +53,8 @@ class Checkpoint(Backward):
                     # the wrapper lives for this call only: nothing is patched, nothing piles up between runs
                     carry = mx.checkpoint(stage.function)({name: params[name] for name in stage.parameters}, carry)
                 ends.append(carry)
-            hidden = evaluate(program.gather(ends))
-            # The head runs on evaluated rows, piece by piece, and hands its gradient back to the graph of the blocks.
-            result["loss"], result["metrics"], gradient = through_head(program, mx.stop_gradient(hidden))
-            return (hidden.astype(mx.float32) * gradient.astype(mx.float32)).sum()
+            return program.loss(program.score(program.gather(ends), 0))
 
-        grads = mx.grad(whole)(params)
-        mx.eval(grads)
-        return StepResult(result["loss"], result["metrics"], grads)
+        (loss, metrics), grads = mx.value_and_grad(whole)(params)
+        mx.eval(loss, metrics, grads)
+        return StepResult(loss, metrics, grads)

@@ -1,0 +1,5 @@
+"""`python -m mlxlab`."""
+
+from mlxlab.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,274 @@
+"""Low-rank adaptation of frozen linear layers (Hu et al., 2021): y = W x + scale * B(A x)."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Mapping, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxlab.errors import ConfigError, nearest
+from mlxlab.interfaces import Params
+from mlxlab.linear import FrozenMatrix
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK_SCALINGS = ("constant", "by_bits", "by_kl")
+LEAVES = ("lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What is trained.
+
+    Args:
+        rank: of the update, >= 1.
+        scale: multiplies the update (what other programs call alpha / rank).
+        dropout: share of the inputs of the update that is dropped in training, 0 <= dropout < 1.
+        targets: linear layers that get an update: last parts of their path, such as "q_proj" or "self_attn.q_proj".
+        num_layers: only the last so many decoder layers; -1 for all.
+        rslora: divide `scale` by the square root of the layer's rank (Kalajdzievski, 2023).
+        rank_scaling: "constant"; "by_bits": ceil(rank * bits / 4), more where the base is stored more exactly;
+            "by_kl": ceil(rank * kl / median kl), clipped to half and double, with the sensitivities that
+            `optiq_metadata.json` in the model folder lists.
+        warm_start: folder of an adapter to start from.
+    """
+
+    rank: int = 8
+    scale: float = 20.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = TARGETS
+    num_layers: int = -1
+    rslora: bool = False
+    rank_scaling: str = "constant"
+    warm_start: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ValueError(f"rank must be >= 1, got {self.rank}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be > 0 and finite, got {self.scale}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be >= 0 and < 1, got {self.dropout}")
+        if not self.targets:
+            raise ValueError(f"targets must name at least one linear layer, such as {TARGETS[0]}")
+        if self.num_layers != -1 and self.num_layers < 1:
+            raise ValueError(f"num_layers must be -1 (all) or >= 1, got {self.num_layers}")
+        if self.rank_scaling not in RANK_SCALINGS:
+            raise ValueError(f"rank_scaling={self.rank_scaling!r} does not exist; {nearest(self.rank_scaling, RANK_SCALINGS)}")
+
+    def effective_scale(self, rank: int) -> float:
+        """The multiplier of an update of this rank."""
+        return self.scale / math.sqrt(rank) if self.rslora else self.scale
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a trainable low-rank update.
+
+    Args:
+        linear: the frozen layer, dense or quantized; input size `in`, output size `out`.
+        rank, scale, dropout: of the update.
+        key: of the random initial A, uniform in +-1/sqrt(in); B starts at zero.
+
+    `lora_a` is [in, rank], `lora_b` [rank, out], both float32. The update is computed in the dtype of the input.
+    """
+
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array):
+        super().__init__()
+        outputs, inputs = FrozenMatrix.of(linear, "fused").shape
+        bound = 1 / math.sqrt(inputs)
+        self.linear = linear
+        self.lora_a = mx.random.uniform(-bound, bound, (inputs, rank), key=key)
+        self.lora_b = mx.zeros((rank, outputs))
+        self.scale, self.dropout = scale, dropout
+        self._key: mx.array | None = None  # of this forward pass; None for no dropout
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        if self.scale == 0:  # off: exactly the base
+            return y
+        dropped = x
+        if self._key is not None:
+            # An explicit key: a recomputation must drop what the first computation dropped.
+            keep = mx.random.bernoulli(1 - self.dropout, x.shape, key=self._key)
+            dropped = x * (keep.astype(x.dtype) / (1 - self.dropout))
+        update = (dropped @ self.lora_a.astype(x.dtype)) @ self.lora_b.astype(x.dtype)
+        return y + (self.scale * update).astype(y.dtype)
+
+
+class Lora:
+    """The trainable leaves of a model: `modules` maps the path of each adapted layer to its module, sorted."""
+
+    def __init__(self, modules: Mapping[str, LoRALinear]):
+        self.modules = dict(sorted(modules.items()))
+        self._number = {path: number for number, path in enumerate(self.modules)}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {path: module.lora_a.shape[1] for path, module in self.modules.items()}
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return {path: module.scale for path, module in self.modules.items()}
+
+    def params(self) -> Params:
+        """All leaves by name, "<path>.lora_a" and "<path>.lora_b"."""
+        return {f"{path}.{leaf}": module[leaf] for path, module in self.modules.items() for leaf in LEAVES}
+
+    def update(self, params: Mapping[str, mx.array]) -> None:
+        """Set leaves by name."""
+        for name, value in params.items():
+            path, _, leaf = name.rpartition(".")
+            self.modules[path][leaf] = value
+
+    def names_under(self, path: str) -> tuple[str, ...]:
+        """Names of the leaves inside the module at `path`."""
+        return tuple(name for name in self.params() if name.startswith(path + "."))
+
+    @contextmanager
+    def bound(self, params: Mapping[str, mx.array], key: mx.array | None = None) -> Iterator[None]:
+        """Compute with other (possibly traced) leaves, and with dropout if there is a key; restored afterwards.
+
+        The dropout mask of a layer depends on `key` and the layer only, so that it can be drawn again.
+        """
+        before = {name: self._leaf(name) for name in params}
+        touched = {name.rpartition(".")[0]: None for name in params}
+        try:
+            self.update(params)
+            for path in touched:
+                module = self.modules[path]
+                if key is not None and module.dropout > 0:
+                    module._key = mx.random.split(key, len(self.modules))[self._number[path]]
+            yield
+        finally:
+            self.update(before)
+            for path in touched:
+                self.modules[path]._key = None
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The frozen base alone; every layer gets its own scale back afterwards."""
+        before = self.scales
+        try:
+            for module in self.modules.values():
+                module.scale = 0
+            yield
+        finally:
+            for path, scale in before.items():
+                self.modules[path].scale = scale
+
+    def summary(self) -> str:
+        """Such as "LoRA on 210 layers: rank 8 x 210; 2.44 M parameters"."""
+        counts: dict[int, int] = {}
+        for rank in self.ranks.values():
+            counts[rank] = counts.get(rank, 0) + 1
+        spread = ", ".join(f"rank {rank} x {count}" for rank, count in sorted(counts.items()))
+        size = sum(value.size for value in self.params().values())
+        return f"LoRA on {len(self.modules)} layers: {spread}; {size / 1e6:.2f} M parameters"
+
+    def _leaf(self, name: str) -> mx.array:
+        path, _, leaf = name.rpartition(".")
+        return self.modules[path][leaf]
+
+
+def apply_lora(
+    model: nn.Module, block_paths: Sequence[str], config: LoraConfig, seed: int, model_folder: Path | None = None
+) -> Lora:
+    """Put LoRA into a model, in place, and freeze everything else.
+
+    Args:
+        block_paths: paths of the decoder layers, in order ("model.layers.0", ...).
+        seed: of the initial values; does not touch MLX's global generator.
+        model_folder: where `optiq_metadata.json` is, for rank_scaling="by_kl".
+
+    Raises:
+        ConfigError: a target that no layer has, more layers than there are, no sensitivities for by_kl.
+    """
+    if config.num_layers > len(block_paths):
+        raise ConfigError(f"lora.num_layers={config.num_layers}, but the model has {len(block_paths)} layers; use -1 for all.")
+    chosen = block_paths[-config.num_layers :] if config.num_layers > 0 else block_paths
+    linears = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and any(path.startswith(block + ".") for block in chosen)
+    }
+    found = {target: [path for path in linears if f".{path}".endswith(f".{target}")] for target in config.targets}
+    if unused := [target for target, paths in found.items() if not paths]:
+        names = {path.rpartition(".")[2] for path in linears}
+        raise ConfigError(f"lora.targets: {', '.join(unused)} is the name of no linear layer; {nearest(unused[0], names)}")
+    paths = sorted({path for paths in found.values() for path in paths})
+    kl = _sensitivities(model_folder) if config.rank_scaling == "by_kl" else {}
+    keys = mx.random.split(mx.random.key(seed), len(paths))
+    modules = {}
+    for path, key in zip(paths, keys):
+        rank = _rank(config, path, linears[path], kl)
+        modules[path] = LoRALinear(linears[path], rank, config.effective_scale(rank), config.dropout, key)
+    model.update_modules(tree_unflatten(list(modules.items())))
+    model.freeze()
+    for module in modules.values():
+        module.unfreeze(keys=list(LEAVES), recurse=False)
+    return Lora(modules)
+
+
+def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
+    """Start from the weights of an adapter folder; nothing is changed unless everything fits.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or misshaped, or the stored scale is another one.
+    """
+    from mlxlab.adapters import load_adapter
+    from mlxlab.errors import CheckpointError
+
+    config, tensors = load_adapter(folder)
+    params = lora.params()
+    problems = [f"{name} is missing" for name in params if name not in tensors]
+    problems += [f"{name} belongs to no layer of this run" for name in tensors if name not in params]
+    for name, value in params.items():
+        if name in tensors and tensors[name].shape != value.shape:
+            problems.append(f"{name} has shape {tensors[name].shape}, this run needs {value.shape}")
+    stored = config.get("mlxlab", {}).get("scales") or {}
+    default = config.get("lora_parameters", {}).get("scale")
+    for path, scale in lora.scales.items():
+        theirs = stored.get(path, default)
+        if theirs is not None and not math.isclose(theirs, scale, rel_tol=1e-6):
+            problems.append(f"{path} was trained with scale {theirs}, this run has {scale}")
+            break
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"lora.warm_start={folder} does not fit: {'; '.join(problems[:3])}{more}. Use the same lora options as that "
+            "adapter, or none to start anew."
+        )
+    lora.update({name: tensors[name].astype(mx.float32) for name in params})
+
+
+def _rank(config: LoraConfig, path: str, linear: nn.Module, kl: Mapping[str, float]) -> int:
+    if config.rank_scaling == "constant":
+        return config.rank
+    if path in kl:
+        ordered = sorted(kl.values())
+        median = ordered[len(ordered) // 2]
+        factor = min(max(kl[path] / median, 0.5), 2.0) if median else 1.0
+        return max(1, math.ceil(config.rank * factor))
+    # a layer without sensitivity, or by_bits; unquantized layers keep the rank
+    return max(1, math.ceil(config.rank * getattr(linear, "bits", 4) / 4))
+
+
+def _sensitivities(folder: Path | None) -> dict[str, float]:
+    path = None if folder is None else folder / "optiq_metadata.json"
+    if path is not None and path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        layers = content.get("per_layer") or content.get("optimization", {}).get("per_layer") or {}
+        found = {name: float(entry["kl"]) for name, entry in layers.items() if "kl" in entry}
+        if found:
+            return found
+    raise ConfigError(
+        f"lora.rank_scaling=by_kl needs sensitivities, and {path or 'the model folder'} has none; "
+        "use by_bits or constant."
+    )

@@ -1,0 +1,110 @@
+"""Options that belong to no component: how a checkpoint computes, how long training lasts, seed and output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LINEAR_POLICIES = ("auto", "fused", "dequantize", "resident")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """How a checkpoint computes.
+
+    Args:
+        dtype: of activations and unquantized weights: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
+        linear: products with quantized weights: "auto" (by device and bits), "fused" (MLX's quantized kernels),
+            "dequantize" (weights expanded for each product), "resident" (expanded once, kept; most memory).
+    """
+
+    dtype: str = "auto"
+    linear: str = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("linear", self.linear, LINEAR_POLICIES)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in which portions, and what is reported.
+
+    Args:
+        iters: length in updates of the optimizer, >= 0; null: by `epochs`. Only one of the two may be given.
+        epochs: length in passes over the training rows, > 0; null: 1.
+        batch_size: rows per micro-batch, >= 1.
+        accumulate: micro-batches per update, >= 1.
+        clip_norm: gradients of an update are scaled down to this global norm; 0: never.
+        report_every: updates between two reports of training metrics, >= 1.
+        validate_every: updates between two validations; 0: only before the first and after the last update.
+        validate_rows: validation rows that are used, from the top; 0: all.
+        checkpoint_every: updates between two checkpoints; 0: none (the best and the last adapter are always kept).
+        samples: prompts whose answers are generated before and after training; 0: none.
+        sample_tokens: length limit of such an answer in tokens, >= 1.
+    """
+
+    iters: int | None = None
+    epochs: float | None = None
+    batch_size: int = 2
+    accumulate: int = 1
+    clip_norm: float = 1.0
+    report_every: int = 10
+    validate_every: int = 50
+    validate_rows: int = 0
+    checkpoint_every: int = 0
+    samples: int = 3
+    sample_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        if self.iters is not None and self.epochs is not None:
+            raise ValueError(
+                f"iters={self.iters} and epochs={self.epochs} both give the length; set one of them to null"
+            )
+        if self.iters is not None:
+            _at_least("iters", self.iters, 0)
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be > 0 and finite, got {self.epochs}")
+        if not 0 <= self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be >= 0 (0: no clipping) and finite, got {self.clip_norm}")
+        for name in ("batch_size", "accumulate", "report_every", "sample_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("validate_every", "validate_rows", "checkpoint_every", "samples"):
+            _at_least(name, getattr(self, name), 0)
+
+    def updates(self, batches_per_epoch: int) -> int:
+        """Number of optimizer updates for data of so many micro-batches."""
+        if self.iters is not None:
+            return self.iters
+        epochs = 1.0 if self.epochs is None else self.epochs
+        return math.ceil(epochs * batches_per_epoch / self.accumulate)
+
+
+@dataclass(frozen=True)
+class TopConfig:
+    """Options that stand at the top.
+
+    Args:
+        seed: of data order, LoRA initialization and dropout, 0 <= seed < 2^32.
+        output_dir: folder in which run folders are made, relative to where the program is started.
+    """
+
+    seed: int = 0
+    output_dir: str = "outputs"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be >= 0 and < 2^32, got {self.seed}")
+        if not self.output_dir:
+            raise ValueError("output_dir must not be empty; the default is outputs")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if not value >= minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
