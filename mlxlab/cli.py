@@ -19,6 +19,8 @@ from mlxlab.errors import ConfigError, MlxlabError, NonFiniteError, nearest
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from mlxlab.config import RunConfig
+    from mlxlab.registry import Registry
     from mlxlab.table import Job
 
 # first word of the command line -> function(arguments) -> exit code
@@ -115,6 +117,21 @@ def run(arguments: list[str]) -> int:
         return int(any(job.error for job in _jobs))
 
 
+def compose_run(overrides: Sequence[str]) -> tuple[RunConfig, Registry]:
+    """The checked configuration of one run, for commands that take the same `key=value` arguments."""
+    from hydra._internal.utils import get_args_parser
+
+    from mlxlab.compose import Composer, in_job
+    from mlxlab.config import build_config
+    from mlxlab.discovery import load_plugins
+    from mlxlab.publish import publish
+
+    registry = load_plugins()
+    publish(registry)
+    composer = Composer(get_args_parser().parse_args(list(overrides)), registry)
+    return in_job(composer.compose(overrides), lambda job: build_config(job, registry)), registry
+
+
 def task(cfg: DictConfig) -> float | None:
     """One run: Hydra calls this with the composed configuration. Returns the best validation loss."""
     from hydra.core.hydra_config import HydraConfig
@@ -138,6 +155,7 @@ def task(cfg: DictConfig) -> float | None:
     folder = None
     try:
         folder = RunFolder(path, registry, overrides)
+        folder.keep_hydra(cfg, settings)
         config = build_config(cfg, registry)
         folder.configure(config.resolved)
         with _exit_is_failure():

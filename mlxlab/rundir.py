@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 import mlx.core as mx
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mlxlab import __version__
 from mlxlab.discovery import notify
@@ -65,6 +65,14 @@ class RunFolder:
         """Keep the complete configuration."""
         self.config = dict(resolved)
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config)))
+
+    def keep_hydra(self, composed: DictConfig, settings: DictConfig) -> None:
+        """Write .hydra/ as Hydra would, but only once this run owns the folder: Hydra writes into a taken one, too."""
+        hydra = self.path / ".hydra"
+        hydra.mkdir()
+        write_text(hydra / "config.yaml", OmegaConf.to_yaml(composed))
+        write_text(hydra / "hydra.yaml", OmegaConf.to_yaml(OmegaConf.create({"hydra": settings})))
+        write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self.overrides)))
 
     def start(self, plan: Mapping[str, Any]) -> None:
         """Write run.json and tell observers that the run begins."""

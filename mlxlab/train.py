@@ -137,6 +137,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
                     lambda path: adapters.save_checkpoint(
                         path, lora, config.lora, str(checkpoint), optimizer.state(), progress
                     ),
+                    step,
                 )
                 log.write("event", step=step, event="checkpoint", path=name)
 

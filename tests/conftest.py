@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import sys
@@ -26,6 +27,11 @@ def elsewhere(tmp_path, monkeypatch):
     for name in ("MLXLAB_PLUGINS_DIR", "MLXLAB_BLOCK", "MLXLAB_STRICT_PLUGINS", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(discovery, "_loaded", None)
+    installed = importlib.metadata.entry_points
+    # plugins that a test installs, and none that happen to be in this environment
+    ours = lambda point: Path(str(point.dist.locate_file(""))).is_relative_to(tmp_path)
+    found = lambda **group: [point for point in installed(**group) if ours(point)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", found)
     monkeypatch.chdir(tmp_path)
     handlers = logging.getLogger().handlers[:]
     yield tmp_path

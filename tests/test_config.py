@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 from omegaconf import OmegaConf
 
-from mlxlab.compose import Composer, in_job
+from mlxlab.cli import compose_run
 from mlxlab.config import RunConfig, build_config
 from mlxlab.data import DataConfig
 from mlxlab.discovery import load_plugins
@@ -23,21 +21,12 @@ from mlxlab.methods.dpo import Dpo
 from mlxlab.methods.orpo import Orpo
 from mlxlab.models.pretrained import Pretrained
 from mlxlab.models.tiny import TinyLlama
-from mlxlab.publish import CONF, defaults_of, publish
+from mlxlab.publish import CONF, defaults_of
 from mlxlab.settings import ModelConfig, TrainConfig
 
 
-def composed(*overrides: str):
-    registry = load_plugins()
-    publish(registry)
-    arguments = argparse.Namespace(
-        overrides=list(overrides), multirun=False, config_path=None, config_name=None, config_dir=None
-    )
-    return Composer(arguments, registry).compose(["model=tiny_llama", *overrides])
-
-
 def config(*overrides: str) -> RunConfig:
-    return in_job(composed(*overrides), lambda job: build_config(job, load_plugins()))
+    return compose_run(["model=tiny_llama", *overrides])[0]
 
 
 def from_dict(**changes):
@@ -69,8 +58,6 @@ def test_defaults():
 def test_learning_rate_follows_the_method_unless_given():
     assert config("method=dpo").optim.learning_rate == Dpo.learning_rate
     assert config("method=dpo", "optim.learning_rate=1e-5").optim.learning_rate == 1e-5
-    cfg = composed("method=dpo")
-    assert cfg._get_node("optim")._get_node("learning_rate")._value() == "${default_learning_rate:${method.name}}"
 
 
 def test_components_and_resolved():
@@ -316,14 +303,9 @@ def test_files_repeat_the_defaults_of_their_components_exactly():
 def test_the_primary_file_repeats_defaults_exactly():
     primary = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     assert primary["model"] == {"path": None, **defaults_of(ModelConfig)}
+    assert {"path": "???", **primary["data"]} == defaults_of(DataConfig)
     assert primary["memory"] == {"backward": "plain", "layout": "separate"}
     assert (primary["seed"], primary["output_dir"]) == (0, "outputs")
-
-
-def test_data_files_have_every_option():
-    for file in (CONF / "data").glob("*.yaml"):
-        node = OmegaConf.to_container(OmegaConf.load(file))
-        assert {**node, "path": "???"} == defaults_of(DataConfig), file
 
 
 def test_every_option_is_explained():

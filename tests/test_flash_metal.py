@@ -6,6 +6,8 @@ sanitizer; threadgroup memory and outputs start as NaN, so an entry that is not 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from metal_emulation import Emulation
@@ -32,13 +34,21 @@ CASES = [
     (130, 70, 128, 8, 128, F32, None, 1.0, False),
     (5, 1000, 96, 0, 0, F32, 2.0, 0.5, False),
     (33, 100, 64, 0, 0, BF16, None, 2.0, True),
-    (1, 3, 32, 0, 0, F16, None, 1.0, False),  # targets, bias and softcap in the constant address space
+    (1, 3, 32, 0, 0, F16, None, 0.3, True),  # targets and bias in the constant address space
 ]
 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    return None if METAL else Emulation(tmp_path_factory.mktemp("metal"))
+    """The emulation, with all kernels of CASES compiled; None where there is Metal."""
+    if METAL:
+        return None
+    emulation = Emulation(tmp_path_factory.mktemp("metal"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "metal_kernel", emulation)
+        flash_metal._kernel.cache_clear()
+        emulation.prepare(lambda: [run(*problem(*case)[:4]) for case in CASES])
+    return emulation
 
 
 @pytest.fixture
@@ -158,18 +168,24 @@ DEFECTS = {
         "    quarter.add_product<true>",
     ),
     "no barrier before the result": ("quarter.store(memory);\n  threadgroup_barrier", "quarter.store(memory);\n  //"),
+    "the result overwrites what others still read": (
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  quarter.store(memory);",
+        "  quarter.store(memory);",
+    ),
     "a barrier that not all threads reach": (
         "  if (mine < rows) {",
         "  if (mine < rows) {\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
     ),
     "too much threadgroup memory": ("float memory[TILE * RESULT];", "float memory[TILE * RESULT * 2];"),
-    "a matrix loaded by some threads only": ("UNROLL for (int i = 0; i < 16; i++)", "if (threads) return;\n"),
+    "a matrix loaded by some threads only": (
+        "    quarter.add_product<true>",
+        "    if (index % 32 < 16) quarter.add_product<true>",
+    ),
     "one cotangent for all rows": ("cotangent[mine]", "cotangent[0]"),
     "the softcap's slope is forgotten": ("* slope *", "*"),
     "the gradient so far is forgotten": ("sum[place] = gradient[place] +", "sum[place] ="),
     "quantized values in the wrong order": ("word >> (BITS * i)", "word >> (32 - BITS - BITS * i)"),
 }
-DEFECTS["a matrix loaded by some threads only"] = ("if (TRANSPOSED) {", "if (TRANSPOSED && (b == a || row >= 0) && LANE) {")
 
 
 @pytest.mark.skipif(METAL, reason="defects are shown by the emulation, never to a GPU")
@@ -182,7 +198,178 @@ def test_defects_show(emulation, defect, monkeypatch):
         monkeypatch.setattr(flash_metal_source, name, getattr(flash_metal_source, name).replace(old, new))
     monkeypatch.setattr(flash_metal, "SCRATCH_BYTES", 64 * 4 * 40)
     x, targets, cotangent, weights, exact = problem(33, 100, 96, 4, 32, F32, 2.0, 1.0, False)
+    emulation.prepare(lambda: run(x, targets, cotangent, weights))
     with pytest.raises(AssertionError):
         for order in (0, 1):
             emulation.order = order
             assert_close(run(x, targets, cotangent, weights), x, targets, cotangent, exact)
+
+
+def test_a_missing_compiler_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="need g\\+\\+, which is not installed"):
+        Emulation(tmp_path)
+
+
+def test_calls_follow_the_conventions_of_metal_kernels(emulation, monkeypatch):
+    """Threads, not threadgroups, make the grid; the vocabulary per threadgroup and the scratch array are bounded."""
+    calls = []
+
+    def metal_kernel(name, input_names, output_names, source, header):
+        def call(**options):
+            calls.append((name, options))
+            assert len(options["inputs"]) == len(input_names) and len(output_names) == len(options["output_shapes"])
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(options["output_shapes"], options["output_dtypes"])]
+
+        return call
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    rows, entries, hidden = 2100, 20000, 32
+    x, targets, cotangent, weights, _ = problem(rows, entries, hidden, 4, 32, BF16, None, 1.0, False)
+    run(x, targets, cotangent, weights)
+    forward, backward = calls[0], calls[1:]
+    blocks = forward[1]["output_shapes"][0][0] // 2
+    assert forward[1]["grid"] == (128 * blocks, 33, 1) and entries / blocks <= 8192
+    assert [name for name, _ in backward] == [
+        "mlxlab_flash_coefficients_quantized",
+        "mlxlab_flash_accumulate_quantized",
+    ] * 8
+    for name, options in calls:
+        assert options["threadgroup"] == (128, 1, 1) and all(kind == F32 for kind in options["output_dtypes"])
+        if name.startswith("mlxlab_flash_coefficients"):
+            (m, width), (x_threads, row_tiles, _) = options["output_shapes"][0], options["grid"]
+            assert m * width * 4 <= 32 * 2**20
+            assert x_threads == 128 * -(-width // 64) and row_tiles == -(-m // 64)
+    widths = [options["output_shapes"][0] for name, options in backward if name.startswith("mlxlab_flash_coefficients")]
+    assert sum(m * width for m, width in widths) == rows * entries
+
+
+# --- possible, checked, or replaced ---
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    monkeypatch.setattr(flash_metal, "_verdicts", {})
+
+
+def head(bits=4, group=32, dtype=BF16, hidden=64, softcap=None):
+    return problem(1, 40, hidden, bits, group, dtype, softcap, 1.0, False)[3]
+
+
+def mxfp4():
+    packed = mx.quantize(mx.ones((40, 64)), mode="mxfp4", group_size=32, bits=4)
+    return HeadWeights(FrozenMatrix(*packed, group_size=32, mode="mxfp4"))
+
+
+def test_supports(metal, monkeypatch):
+    assert flash_metal.supports(BF16, head()) is None
+    assert flash_metal.supports(F32, head(bits=0)) is None
+    assert "float64" in flash_metal.supports(mx.float64, head())
+    assert "multiple of 32, and this model's is 40" in flash_metal.supports(F32, head(bits=0, hidden=40))
+    assert "6 bits in groups of 64" in flash_metal.supports(F32, head(bits=6, group=64))
+    assert "mxfp4" in flash_metal.supports(F32, mxfp4())
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert "cuda" in flash_metal.supports(BF16, head())
+
+
+def in_float32(weights):
+    """As the kernels compute, whatever the dtypes."""
+    matrix = weights.matrix
+    if matrix.quantized:
+        matrix = replace(matrix, scales=matrix.scales.astype(F32), biases=matrix.biases.astype(F32))
+    return replace(weights, matrix=FrozenMatrix(matrix.dense(F32)))
+
+
+def right_forward(hidden, targets, weights):
+    return _forward(hidden.astype(F32), targets, in_float32(weights))
+
+
+def right_backward(hidden, targets, weights, *others):
+    return _backward(hidden.astype(F32), targets, in_float32(weights), *others).astype(hidden.dtype)
+
+
+def uniform_backward(hidden, targets, weights, cotangent, *others):
+    uniform = mx.broadcast_to(cotangent.mean(), cotangent.shape)
+    return right_backward(hidden, targets, weights, uniform, *others)
+
+
+def no_compiler(*_):
+    raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+
+def nan_forward(hidden, targets, weights):
+    return [value * mx.nan for value in right_forward(hidden, targets, weights)]
+
+
+def test_a_right_kernel_is_checked_once_and_used(metal):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments[0].dtype)
+        return right_forward(*arguments)
+
+    for _ in range(3):
+        assert flash_metal.checked(BF16, head(), counted, right_backward)
+    assert len(calls) == 1
+    assert flash_metal.checked(F32, head(softcap=5.0), counted, right_backward)
+    assert calls == [BF16, F32]
+    first, second = flash_metal.status()
+    assert first.startswith(
+        "flash head, bfloat16 rows, affine 4 bit, group 32 bfloat16 weights, hidden size 64: Metal kernel"
+    )
+    assert "softcap" in second and "differ by" in second
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "message"),
+    [
+        (right_forward, uniform_backward, "gradients by .* from array operations"),
+        (nan_forward, right_backward, "log-probabilities differ by nan"),
+        (no_compiler, right_backward, "RuntimeError: .*Unable to build metal library"),
+        (right_forward, no_compiler, "RuntimeError: .*Unable to build metal library"),
+    ],
+    ids=["wrong gradient", "not a number", "forward raises", "backward raises"],
+)
+def test_a_bad_kernel_is_replaced_with_one_warning(metal, forward, backward, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert not flash_metal.checked(BF16, head(), forward, backward)
+    assert len(caught) == 1
+    assert not flash_metal.checked(BF16, head(), forward, backward)  # a second warning would be an error
+    (line,) = flash_metal.status()
+    assert "array operations" in line
+
+
+def test_an_impossible_head_is_reported_once(metal):
+    with pytest.warns(UserWarning, match="6 bits in groups of 64"):
+        assert not flash_metal.checked(BF16, head(bits=6, group=64))
+    assert not flash_metal.checked(BF16, head(bits=6, group=64))
+    with pytest.warns(UserWarning, match="mode is mxfp4"):
+        assert not flash_metal.checked(BF16, mxfp4())
+    assert flash_metal.checked(BF16, head(), right_forward, right_backward)  # 4 bits in groups of 32 as well
+    assert len(flash_metal.status()) == 3
+
+
+def test_without_metal_nothing_is_checked_or_said(metal, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cpu")
+    assert not flash_metal.checked(BF16, head(), no_compiler, no_compiler)
+    assert flash_metal.status() == []
+
+
+@pytest.mark.parametrize("transform", [mx.value_and_grad, mx.compile, lambda function: function])
+def test_the_check_runs_inside_transformations_and_keeps_the_random_state(metal, transform):
+    answers = []
+
+    def loss(x):
+        answers.append(flash_metal.checked(F32, head(), right_forward, right_backward))
+        return (x * x).sum()
+
+    before = [mx.array(part) for part in mx.random.state]
+    mx.eval(transform(loss)(mx.arange(3.0)))
+    assert answers == [True]
+    assert all(mx.array_equal(a, b) for a, b in zip(before, mx.random.state))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_real_kernels_pass_the_check(metal, emulation, softcap):
+    assert flash_metal.checked(BF16, head(softcap=softcap))

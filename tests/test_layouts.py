@@ -49,7 +49,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("batch", list(BATCHES.values()), ids=list(BATCHES))
 def test_sharing_scores_exactly_what_separate_streams_score(batch):
     separate, shared = Separate().plan(batch, SPANS), PrefixShared().plan(batch, SPANS)
     assert scored(shared) == scored(separate)

@@ -50,7 +50,7 @@ def trained(request):
     return loaded.adapter, lora
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
 def test_every_combination_equals_the_plain_gradient(trained, method):
     adapter, lora = trained
     batch = random_examples(method, VOCABULARY, rows=2)
@@ -79,7 +79,7 @@ def test_batch_equals_the_weighted_sum_of_its_rows(trained):
         assert relative_difference(grads, whole.grads) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_the_cube_can_fail(family):
     """Negative control: a strategy that loses the gradient of side values, or of one row, is far outside."""
     source, adapter_class = FAMILIES[family]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxlab.heads.exponential import exp
 from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Head
 
@@ -72,7 +73,7 @@ class Flash(Head):
     def _tile_forward(self, hidden, targets, weights, start, peak, total, target):
         z = weights.tile(start, start + self.tile_vocab).logits(hidden)
         new_peak = mx.maximum(peak, z.max(axis=-1))
-        total = total * mx.exp(peak - new_peak) + mx.exp(z - new_peak[:, None]).sum(axis=-1)
+        total = total * exp(peak - new_peak) + exp(z - new_peak[:, None]).sum(axis=-1)
         column, inside = self._columns(targets, start, z.shape[-1])
         picked = mx.take_along_axis(z, column[:, None], axis=-1)[:, 0]
         return new_peak, total, mx.where(inside, picked, target)
@@ -80,7 +81,7 @@ class Flash(Head):
     def _tile_backward(self, gradient, hidden, targets, weights, start, cotangent, peak, log_sum):
         tile = weights.tile(start, start + self.tile_vocab)
         z = tile.logits(hidden)
-        probability = mx.exp((z - peak[:, None]) - log_sum[:, None])
+        probability = exp((z - peak[:, None]) - log_sum[:, None])
         onehot = mx.arange(start, start + z.shape[-1])[None] == targets[:, None]
         at_logits = (onehot.astype(mx.float32) - probability) * cotangent[:, None]
         part = tile.backproject(at_logits, z, hidden.dtype)

@@ -5,10 +5,10 @@ Gimelshein, 2018); the partial results of all vocabulary blocks are merged in ar
 keeps every threadgroup far below the time after which the GPU's watchdog ends it.
 
 Backward: two kernels per range of the vocabulary. The first recomputes the logits and writes the coefficients, the
-gradient at h W^T, to a scratch array [M_chunk, range] of at most 32 MiB; the second adds coefficients W to the gradient.
-Accumulators for all H columns do not fit into registers, slabs of H would recompute the logits once per slab, and atomic
-additions would make the gradient differ from run to run; with the scratch array both kernels are plain tiled products
-and the result is deterministic.
+gradient at h W^T, to a float32 scratch array [M_chunk, range] of at most 32 MiB; the second adds coefficients W to the
+gradient. Accumulators for all H columns do not fit into registers, slabs of H would recompute the logits once per slab,
+and atomic additions would make the gradient differ from run to run; with the scratch array both kernels are plain tiled
+products and the result is deterministic.
 
 Weights are dequantized while tiles are staged in threadgroup memory; every product accumulates in float32.
 """
@@ -45,12 +45,13 @@ def supports(dtype: mx.Dtype, weights: HeadWeights) -> str | None:
     if backend.device() != "metal":
         return f"the Metal kernel runs on Apple GPUs only, and MLX computes on {backend.device()} here."
     if dtype not in _FLOATS:
-        return f"the Metal kernel takes hidden states in float32, bfloat16 or float16, not {dtype}."
+        return f"the Metal kernel takes hidden states in float32, bfloat16 or float16, not {_name(dtype)}."
     if hidden % 32:
         return f"the Metal kernel needs a hidden size that is a multiple of 32, and this model's is {hidden}."
     if not matrix.quantized:
         if matrix.weight.dtype not in _FLOATS:
-            return f"the Metal kernel takes dense weights in float32, bfloat16 or float16, not {matrix.weight.dtype}."
+            name = _name(matrix.weight.dtype)
+            return f"the Metal kernel takes dense weights in float32, bfloat16 or float16, not {name}."
         return None
     if matrix.mode != "affine" or matrix.biases is None:
         return f"the Metal kernel takes affine quantization, and this projection's mode is {matrix.mode}."
@@ -120,6 +121,10 @@ def _chunk_gradient(hidden: mx.array, per_row: dict[str, mx.array], weights: Hea
     return gradient
 
 
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _tiles(length: int) -> int:
     return -(-length // source.TILE)
 
@@ -169,7 +174,7 @@ def _kernel(kind: str, input_names: tuple[str, ...], output_names: tuple[str, ..
     body = body.replace("$MATRIX", source.QUANTIZED if quantized else source.DENSE)
     body = body.replace("$BIAS", " + float(bias[entry])" if bias else "")
     return mx.fast.metal_kernel(
-        name=f"flash_{kind}{'_quantized' if quantized else ''}{'_bias' if bias else ''}",
+        name=f"mlxlab_flash_{kind}{'_quantized' if quantized else ''}{'_bias' if bias else ''}",
         input_names=list(input_names),
         output_names=list(output_names),
         source=body,
@@ -182,6 +187,7 @@ class _Case(NamedTuple):
 
     dtype: mx.Dtype
     weight_dtype: mx.Dtype
+    mode: str
     bits: int  # 0: dense
     group_size: int
     hidden: int
@@ -189,10 +195,9 @@ class _Case(NamedTuple):
     bias: bool
 
     def __str__(self) -> str:
-        weights = f"{self.bits} bit, group {self.group_size}" if self.bits else "dense"
-        extras = "".join([", softcap"] * self.softcap + [", bias"] * self.bias)
-        name = {kind: str(kind).removeprefix("mlx.core.") for kind in (self.dtype, self.weight_dtype)}
-        return f"{name[self.dtype]} rows, {weights} {name[self.weight_dtype]} weights{extras}, hidden size {self.hidden}"
+        weights = f"{self.mode} {self.bits} bit, group {self.group_size}" if self.bits else "dense"
+        weights += f" {_name(self.weight_dtype)} weights" + ", softcap" * self.softcap + ", bias" * self.bias
+        return f"{_name(self.dtype)} rows, {weights}, hidden size {self.hidden}"
 
 
 _verdicts: dict[_Case, tuple[bool, str]] = {}
@@ -214,6 +219,7 @@ def checked(
     case = _Case(
         dtype,
         (matrix.scales if matrix.quantized else matrix.weight).dtype,
+        matrix.mode,
         matrix.bits if matrix.quantized else 0,
         matrix.group_size if matrix.quantized else 0,
         matrix.shape[1],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxlab.heads.exponential import exp
 from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Head
 
@@ -18,14 +19,14 @@ def _forward(hidden: mx.array, targets: mx.array, weights: HeadWeights) -> tuple
     """Per row: log-probability, maximum logit, and log of the sum of exponentials relative to that maximum."""
     z = weights.logits(hidden)
     peak = z.max(axis=-1, keepdims=True)
-    log_sum = mx.log(mx.exp(z - peak).sum(axis=-1))
+    log_sum = mx.log(exp(z - peak).sum(axis=-1))
     target = mx.take_along_axis(z, targets[:, None], axis=-1)
     return (target - peak)[:, 0] - log_sum, peak[:, 0], log_sum
 
 
 def _backward(hidden, targets, weights, cotangent, peak, log_sum) -> mx.array:
     z = weights.logits(hidden)
-    probability = mx.exp((z - peak[:, None]) - log_sum[:, None])
+    probability = exp((z - peak[:, None]) - log_sum[:, None])
     onehot = mx.arange(z.shape[-1])[None] == targets[:, None]
     gradient = (onehot.astype(mx.float32) - probability) * cotangent[:, None]
     return weights.backproject(gradient, z, hidden.dtype).astype(hidden.dtype)

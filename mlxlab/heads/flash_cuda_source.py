@@ -1,0 +1,761 @@
+"""CUDA source of the flash head's kernels: one tiled product [128, 256] in two roles, with its epilogues.
+
+Both roles multiply a tile of rows, staged by asynchronous copies, with a tile of the projection that is dequantized on
+its way into shared memory. Every 128-byte line of shared memory holds 64 numbers, its eight 16-byte chunks permuted by
+chunk ^ (line % 8): free of bank conflicts, and the 128-byte swizzle that the matrix instructions of sm_90a expect.
+
+    logits        rows of hidden [128, H] x rows of W [256, H]: both run along H, the summed dimension
+    backproject   coefficients [128, range] x W [range, 256 columns of H]: W runs along the columns of the result
+
+Thread layout of the accumulators, for both kinds of instructions: `accumulator[i][j][2 h + e]` is row `row_of(i, h)`
+and column `first_column() + 8 j + 2 (lane % 4) + e` of the tile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+ROWS, COLUMNS, DEPTH, THREADS = 128, 256, 64, 256  # of a tile of the product; DEPTH is what one pipeline stage holds
+RANGES_IN_FLIGHT = 3  # coefficient buffers of the backward kernel
+PARAMETERS = (
+    "rows", "vocabulary", "columns", "vocabulary_tiles_per_part",  # of both kernels
+    "row_tiles", "virtual_tiles", "range_tiles", "ranges", "steps", "tiles_per_item",  # of the backward kernel
+)  # fmt: skip
+_SCALE_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is fixed when a kernel is compiled.
+
+    Args:
+        bits: 4 or 8, or 0 for a dense bfloat16 projection.
+        group_size: numbers that share a scale and a bias (32, 64 or 128); ignored if dense.
+        scale_type: of scales and biases: bfloat16, float16 or float32; ignored if dense.
+        softcap: whether logits pass through softcap * tanh(z / softcap).
+        bias: whether the projection has a bias [V].
+        wgmma: the warp-group instructions of sm_90a, else mma.sync (sm_80 and later).
+        stages: tiles in flight in shared memory, 48 KiB each.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    scale_type: str = "bfloat16"
+    softcap: bool = False
+    bias: bool = False
+    wgmma: bool = True
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        allowed = {"bits": (0, 4, 8), "group_size": (32, 64, 128), "scale_type": tuple(_SCALE_TYPES)}
+        allowed["stages"] = (4,) if self.wgmma else (2, 3, 4)
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory, with room to align it to the 1024 bytes that the swizzle repeats after."""
+        return self.stages * (ROWS + COLUMNS) * DEPTH * 2 + 1024
+
+
+def header(options: Options) -> str:
+    """Device functions for these options."""
+    defines = {
+        "BITS": options.bits,
+        "GROUP": options.group_size,
+        "SCALE": _SCALE_TYPES[options.scale_type],
+        "FAST_SCALE": int(options.scale_type == "bfloat16"),
+        "SOFTCAP": int(options.softcap),
+        "BIAS": int(options.bias),
+        "WGMMA": int(options.wgmma),
+        "STAGES": options.stages,
+    }
+    lines = [f"#define FLASH_{name} {value}" for name, value in defines.items()]
+    wgmma = _wgmma(transposed=0) + _wgmma(transposed=1) if options.wgmma else ""
+    return "\n".join(lines) + _HEADER.replace("$WGMMA", wgmma)
+
+
+def body(kind: str, options: Options) -> str:
+    """The statements of kernel "forward" or "backward"."""
+    text = {"forward": _FORWARD, "backward": _BACKWARD}[kind]
+    matrix = "weight, scales, biases" if options.bits else "weight, nullptr, nullptr"
+    names = [f"const int {name} = parameters[{i}];" for i, name in enumerate(PARAMETERS)]
+    bias = "bias" if options.bias else "nullptr"
+    return "\n".join(names) + text.replace("$MATRIX", matrix).replace("$BIAS", bias)
+
+
+def name(kind: str, options: Options) -> str:
+    """Unique to the source: MLX keeps compiled kernels under their names, also on disk."""
+    text = header(options) + body(kind, options)
+    return f"flash_{kind}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _wgmma(transposed: int) -> str:
+    """A product [64, 16] x [16, 256] of a warp group, operands in shared memory; `transposed`: B runs along columns."""
+    count = COLUMNS // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count))
+    return f"""
+template <> __device__ __forceinline__ void warp_group_product<{str(bool(transposed)).lower()}>(
+    Accumulator& d, uint64_t a, uint64_t b, int keep) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{COLUMNS}k16.f32.bf16.bf16 {{{registers}}}, "
+    "%{count}, %{count + 1}, p, 1, 1, 0, {transposed};\\n}}\\n"
+    : {operands}
+    : "l"(a), "l"(b), "r"(keep));
+}}
+"""
+
+
+_HEADER = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace flash {
+
+constexpr int kRows = 128, kColumns = 256, kDepth = 64, kThreads = 256, kStages = FLASH_STAGES;
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+// Copies run ahead of the products by this many stages. A warp-group product may still run one stage behind.
+constexpr int kAhead = FLASH_WGMMA ? kStages - 2 : kStages - 1;
+constexpr float kLog2E = 1.4426950408889634f, kLowest = -1e30f;
+
+#if FLASH_WGMMA
+constexpr int kI = 1, kJ = 32, kWarpsAcross = 1;
+#else
+constexpr int kI = 4, kJ = 8, kWarpsAcross = 4;
+#endif
+using Accumulator = float[kI][kJ][4];
+
+struct Matrix {
+#if FLASH_BITS
+  const uint32_t* weight;
+  const FLASH_SCALE* scales;
+  const FLASH_SCALE* biases;
+#else
+  const __nv_bfloat16* weight;
+  const void* scales;
+  const void* biases;
+#endif
+  int vocabulary, columns;
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
+
+__device__ __forceinline__ int row_of(int i, int h) {
+#if FLASH_WGMMA
+  return 16 * warp() + (lane() >> 2) + 8 * h;
+#else
+  return 64 * (warp() >> 2) + 16 * i + (lane() >> 2) + 8 * h;
+#endif
+}
+
+__device__ __forceinline__ int first_column() { return FLASH_WGMMA ? 0 : 64 * (warp() & 3); }
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ uint32_t chunk_address(uint32_t base, int line, int chunk) {
+  return base + line * 128 + ((chunk ^ (line & 7)) << 4);
+}
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Dequantization. Numbers become scale * q + bias in one rounding to bfloat16.
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+#if FLASH_BITS
+constexpr int kGroups = FLASH_GROUP < kDepth ? kDepth / FLASH_GROUP : 1;
+constexpr int kWords = kDepth * FLASH_BITS / 32;
+
+// 64 numbers of one row of W as they lie in device memory.
+struct Packed {
+  uint4 word[kWords / 4];
+  FLASH_SCALE scale[kGroups], bias[kGroups];
+
+  __device__ __forceinline__ void fetch(const Matrix& m, int row, int column) {
+    constexpr int half = kWords / 8;  // 16-byte words in half a line
+    const uint4* from = reinterpret_cast<const uint4*>(m.weight + (size_t(row) * m.columns + column) * FLASH_BITS / 32);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool valid = row < m.vocabulary && column + 32 * h < m.columns;
+#pragma unroll
+      for (int i = 0; i < half; ++i) word[h * half + i] = valid ? __ldg(from + h * half + i) : make_uint4(0, 0, 0, 0);
+    }
+    const size_t group = (size_t(row) * m.columns + column) / FLASH_GROUP;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const bool valid = row < m.vocabulary && column + g * FLASH_GROUP < m.columns;
+      scale[g] = valid ? m.scales[group + g] : FLASH_SCALE(0.0f);
+      bias[g] = valid ? m.biases[group + g] : FLASH_SCALE(0.0f);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t bits(int i) const {
+    const uint4& w = word[i >> 2];
+    return (i & 3) == 0 ? w.x : (i & 3) == 1 ? w.y : (i & 3) == 2 ? w.z : w.w;
+  }
+
+  // Line `line` of a tile: eight chunks of eight numbers.
+  __device__ __forceinline__ void store(uint32_t base, int line) const {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) store_shared(chunk_address(base, line, c), expand(c));
+  }
+
+  __device__ __forceinline__ uint4 expand(int c) const {
+    const FLASH_SCALE s = scale[c * kGroups / 8], b = bias[c * kGroups / 8];
+    uint32_t r[4];
+#if FLASH_BITS == 4
+    const uint32_t w = bits(c), even = w & 0x0f0f0f0fu, odd = (w >> 4) & 0x0f0f0f0fu;
+#if FLASH_FAST_SCALE
+    // 0x4300 + q is the bfloat16 number 128 + q; taking 128 away is exact.
+    const __nv_bfloat162 s2 = __bfloat162bfloat162(s), b2 = __bfloat162bfloat162(b);
+    const uint32_t minus_128 = 0xc300c300u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t q = (__byte_perm(even, odd, 0x0400 + 0x1111 * i) & 0x000f000fu) | 0x43004300u;
+      __nv_bfloat162 x = __hadd2(*reinterpret_cast<__nv_bfloat162*>(&q),
+                                 *reinterpret_cast<const __nv_bfloat162*>(&minus_128));
+      x = __hfma2(x, s2, b2);
+      r[i] = *reinterpret_cast<uint32_t*>(&x);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = pack(number(even, i, s, b), number(odd, i, s, b));
+#endif
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t w = bits(2 * c + (i >> 1));
+      r[i] = pack(number(w, 2 * (i & 1), s, b), number(w, 2 * (i & 1) + 1, s, b));
+    }
+#endif
+    return make_uint4(r[0], r[1], r[2], r[3]);
+  }
+
+  // 0x4b000000 + q is the float 2^23 + q.
+  __device__ __forceinline__ static float number(uint32_t w, int byte, FLASH_SCALE s, FLASH_SCALE b) {
+    return fmaf(__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + byte)) - 8388608.0f, as_float(s), as_float(b));
+  }
+};
+#endif
+
+// One stage of the product.
+
+#if FLASH_WGMMA
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH__
+#error "the warp-group instructions need the target sm_90a"
+#endif
+#endif
+
+template <bool transposed> __device__ void warp_group_product(Accumulator& d, uint64_t a, uint64_t b, int keep);
+$WGMMA
+
+// leading, stride: distances between neighbouring 128-byte atoms, in bytes (see the PTX manual, matrix descriptor).
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, int leading, int stride) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 |
+      uint64_t(1) << 62;
+}
+
+__device__ __forceinline__ void hold(Accumulator& d) {
+#pragma unroll
+  for (int j = 0; j < kJ; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[0][j][e])::"memory");
+}
+
+template <bool transposed>
+__device__ __forceinline__ void product(Accumulator& d, uint32_t a, uint32_t b, bool keep) {
+  a += (warp() >> 2) * 64 * 128;
+  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const uint64_t left = descriptor(a + 32 * k, 16, 1024);
+    const uint64_t right = transposed ? descriptor(b + 2048 * k, 8192, 1024) : descriptor(b + 32 * k, 16, 1024);
+    warp_group_product<transposed>(d, left, right, k > 0 || keep);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+
+template <int pending> __device__ __forceinline__ void wait_product(Accumulator& d) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(pending) : "memory");
+  if (pending == 0) hold(d);
+}
+#else
+__device__ __forceinline__ void load_fragments(uint32_t (&r)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_fragments_transposed(uint32_t (&r)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+
+template <bool transposed>
+__device__ __forceinline__ void product(Accumulator& d, uint32_t a, uint32_t b, bool keep) {
+  const int l = lane(), down = 64 * (warp() >> 2), across = warp() & 3;
+  if (!keep) {
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[i][j][e] = 0.0f;
+  }
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    uint32_t left[kI][4];
+#pragma unroll
+    for (int i = 0; i < kI; ++i)
+      load_fragments(left[i], chunk_address(a, down + 16 * i + (l & 15), 2 * k + (l >> 4)));
+#pragma unroll
+    for (int p = 0; p < kJ / 2; ++p) {
+      uint32_t right[4];
+      if (transposed)
+        load_fragments_transposed(
+            right, chunk_address(b + 8192 * across, 16 * k + (l & 7) + ((l >> 3) & 1) * 8, 2 * p + (l >> 4)));
+      else
+        load_fragments(
+            right, chunk_address(b, 64 * across + 16 * p + (l & 7) + (l >> 4) * 8, 2 * k + ((l >> 3) & 1)));
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          float(&c)[4] = d[i][2 * p + q];
+          asm volatile(
+              "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+              "{%0, %1, %2, %3};\n"
+              : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+              : "r"(left[i][0]), "r"(left[i][1]), "r"(left[i][2]), "r"(left[i][3]), "r"(right[2 * q]),
+                "r"(right[2 * q + 1]));
+        }
+    }
+  }
+}
+#endif
+
+// What the stages of a product are filled with: step t covers summed numbers 64 t .. 64 t + 63.
+
+// Logits of 128 rows: after H / 64 steps comes the next tile of 256 vocabulary rows.
+struct LogitTiles {
+  static constexpr bool transposed = false;
+  const __nv_bfloat16* hidden;
+  Matrix m;
+  int rows, row, entry;  // entry: first vocabulary row of the first tile
+  int copy_at = 0, copy_entry, fetch_at = 0, fetch_entry;
+#if FLASH_BITS
+  Packed packed;
+#endif
+
+  __device__ __forceinline__ LogitTiles(const __nv_bfloat16* hidden, const Matrix& m, int rows, int row, int entry)
+      : hidden(hidden), m(m), rows(rows), row(row), entry(entry), copy_entry(entry), fetch_entry(entry) {}
+
+  __device__ __forceinline__ void copy(uint32_t a, uint32_t b) {
+    const int line = threadIdx.x >> 3, chunk = threadIdx.x & 7, column = copy_at + 8 * chunk;
+    const bool inside = column < m.columns;
+#pragma unroll
+    for (int i = 0; i < kRows / 32; ++i) {
+      const int r = row + line + 32 * i;
+      const bool valid = inside && r < rows;
+      copy_async(chunk_address(a, line + 32 * i, chunk), hidden + (valid ? size_t(r) * m.columns + column : 0), valid);
+    }
+#if !FLASH_BITS
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) {
+      const int r = copy_entry + line + 32 * i;
+      const bool valid = inside && r < m.vocabulary;
+      copy_async(chunk_address(b, line + 32 * i, chunk), m.weight + (valid ? size_t(r) * m.columns + column : 0),
+                 valid);
+    }
+#endif
+    copy_at += kDepth;
+    if (copy_at >= m.columns) copy_at = 0, copy_entry += kColumns;
+  }
+
+#if FLASH_BITS
+  __device__ __forceinline__ void fetch() {
+    packed.fetch(m, fetch_entry + threadIdx.x, fetch_at);
+    fetch_at += kDepth;
+    if (fetch_at >= m.columns) fetch_at = 0, fetch_entry += kColumns;
+  }
+  __device__ __forceinline__ void store(uint32_t b) const { packed.store(b, threadIdx.x); }
+#endif
+};
+
+// Coefficients lie in the order in which threads hold them: place p of a block of 32 belongs to this vocabulary row.
+__device__ __forceinline__ int row_at(int p) {
+  return (p & ~31) + 8 * ((p >> 1) & 3) + 2 * ((p >> 3) & 3) + (p & 1);
+}
+
+struct CoefficientTiles {
+  static constexpr bool transposed = true;
+  const __nv_bfloat16* coefficients;  // of the first row and column
+  Matrix m;
+  int stride, entry, column;
+  int copied = 0, fetched = 0;
+#if FLASH_BITS
+  Packed packed;
+#endif
+
+  __device__ __forceinline__ CoefficientTiles(
+      const __nv_bfloat16* coefficients, const Matrix& m, int stride, int entry, int column)
+      : coefficients(coefficients), m(m), stride(stride), entry(entry), column(column) {}
+
+  __device__ __forceinline__ void copy(uint32_t a, uint32_t b) {
+    const int line = threadIdx.x >> 3, chunk = threadIdx.x & 7;
+#pragma unroll
+    for (int i = 0; i < kRows / 32; ++i)
+      copy_async(chunk_address(a, line + 32 * i, chunk),
+                 coefficients + size_t(line + 32 * i) * stride + copied + 8 * chunk, true);
+#if !FLASH_BITS
+#pragma unroll
+    for (int i = 0; i < kDepth / 8; ++i) {
+      const int line = (threadIdx.x >> 5) + 8 * i, across = threadIdx.x & 31;
+      const int r = entry + copied + row_at(line), c = column + 8 * across;
+      const bool valid = r < m.vocabulary && c < m.columns;
+      copy_async(chunk_address(b + (across >> 3) * 8192, line, across & 7),
+                 m.weight + (valid ? size_t(r) * m.columns + c : 0), valid);
+    }
+#endif
+    copied += kDepth;
+  }
+
+#if FLASH_BITS
+  __device__ __forceinline__ void fetch() {
+    packed.fetch(m, entry + fetched + row_at(threadIdx.x & 63), column + 64 * (threadIdx.x >> 6));
+    fetched += kDepth;
+  }
+  __device__ __forceinline__ void store(uint32_t b) const {
+    packed.store(b + (threadIdx.x >> 6) * 8192, threadIdx.x & 63);
+  }
+#endif
+};
+
+// `count` tiles of `per_tile` stages each; after a tile `finish(tile)` reads the accumulators.
+template <class Tiles, class Finish>
+__device__ __forceinline__ void multiply(
+    Accumulator& d, Tiles& tiles, uint32_t shared, int count, int per_tile, Finish&& finish) {
+  auto a = [&](int step) { return shared + (step % kStages) * kBytesA; };
+  auto b = [&](int step) { return shared + kStages * kBytesA + (step % kStages) * kBytesB; };
+  const int steps = count * per_tile;
+#pragma unroll
+  for (int s = 0; s < kAhead; ++s) {
+    if (s < steps) tiles.copy(a(s), b(s));
+    asm volatile("cp.async.commit_group;\n" ::: "memory");
+  }
+#if FLASH_BITS
+  tiles.fetch();
+  tiles.store(b(0));
+  if (steps > 1) tiles.fetch();
+#endif
+  int t = 0;
+  for (int tile = 0; tile < count; ++tile) {
+    for (int k = 0; k < per_tile; ++k, ++t) {
+      asm volatile("cp.async.wait_group %0;\n" ::"n"(kAhead - 1) : "memory");
+#if FLASH_WGMMA
+      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+#endif
+      __syncthreads();
+#if FLASH_WGMMA
+      product<Tiles::transposed>(d, a(t), b(t), k > 0);
+#endif
+      if (t + kAhead < steps) tiles.copy(a(t + kAhead), b(t + kAhead));
+      asm volatile("cp.async.commit_group;\n" ::: "memory");
+#if !FLASH_WGMMA
+      product<Tiles::transposed>(d, a(t), b(t), k > 0);
+#endif
+#if FLASH_BITS
+      if (t + 1 < steps) tiles.store(b(t + 1));
+      if (t + 2 < steps) tiles.fetch();
+#endif
+#if FLASH_WGMMA
+      wait_product<1>(d);
+#endif
+    }
+#if FLASH_WGMMA
+    wait_product<0>(d);
+#endif
+    finish(tile);
+  }
+}
+
+__device__ __forceinline__ uint32_t aligned_shared(const void* p) { return (shared_address(p) + 1023) & ~1023u; }
+
+// Logits from raw products, in place; vocabulary rows past the end become -infinity.
+__device__ __forceinline__ void logits_in_place(
+    Accumulator& d, const float* bias, float scale, float softcap, int entry, int vocabulary) {
+  const int first = entry + first_column() + 2 * (lane() & 3);
+  const bool whole = entry + kColumns <= vocabulary;
+  const float to_power = 2.0f * kLog2E / softcap;
+#pragma unroll
+  for (int j = 0; j < kJ; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = first + 8 * j + e;
+      const bool valid = whole || column < vocabulary;
+      const float offset = FLASH_BIAS && valid ? bias[column] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float z = (d[i][j][2 * h + e] + offset) * scale;
+          if (FLASH_SOFTCAP) {
+            const float power = power_of_two(z * to_power);
+            z = softcap * (1.0f - __fdividef(2.0f, 1.0f + power));
+          }
+          d[i][j][2 * h + e] = valid ? z : __int_as_float(0xff800000);
+        }
+    }
+}
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void wait_for(const int* counter, int count) {
+  while (load_acquire(counter) < count) __nanosleep(64);
+}
+
+}  // namespace flash
+"""
+
+_FORWARD = r"""
+using namespace flash;
+extern __shared__ uint8_t storage[];
+const int first_row = blockIdx.x * kRows, last_tile = (vocabulary + kColumns - 1) / kColumns;
+const int begin = blockIdx.y * vocabulary_tiles_per_part, end = min(begin + vocabulary_tiles_per_part, last_tile);
+const int per_tile = (columns + kDepth - 1) / kDepth;
+const float scale = scaling[0], softcap = scaling[1];
+
+Accumulator d;
+float top[kI][2], sum[kI][2], picked[kI][2];
+int wanted[kI][2];
+#pragma unroll
+for (int i = 0; i < kI; ++i)
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + row_of(i, h);
+    top[i][h] = kLowest, sum[i][h] = 0.0f, picked[i][h] = 0.0f;
+    wanted[i][h] = row < rows ? targets[row] : -1;
+  }
+
+LogitTiles tiles(hidden, Matrix{$MATRIX, vocabulary, columns}, rows, first_row, begin * kColumns);
+multiply(d, tiles, aligned_shared(storage), end - begin, per_tile, [&](int tile) {
+  const int entry = (begin + tile) * kColumns;
+  logits_in_place(d, $BIAS, scale, softcap, entry, vocabulary);
+#pragma unroll
+  for (int i = 0; i < kI; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float best = top[i][h];
+#pragma unroll
+      for (int j = 0; j < kJ; ++j) best = fmaxf(best, fmaxf(d[i][j][2 * h], d[i][j][2 * h + 1]));
+      const float shift = -best * kLog2E;
+      float total[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int j = 0; j < kJ; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) total[e] += power_of_two(fmaf(d[i][j][2 * h + e], kLog2E, shift));
+      sum[i][h] = sum[i][h] * power_of_two(fmaf(top[i][h], kLog2E, shift)) + (total[0] + total[1]);
+      top[i][h] = best;
+      const int at = wanted[i][h] - entry - first_column() - 2 * (lane() & 3);
+      if (at >= 0 && at < 8 * kJ) {
+#pragma unroll
+        for (int j = 0; j < kJ; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) picked[i][h] = at == 8 * j + e ? d[i][j][2 * h + e] : picked[i][h];
+      }
+    }
+});
+
+const int part = blockIdx.y * kWarpsAcross + (FLASH_WGMMA ? 0 : warp() & 3);
+#pragma unroll
+for (int i = 0; i < kI; ++i)
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float best = top[i][h], total = sum[i][h], target = picked[i][h];
+    for (int other = 1; other < 4; other *= 2) {
+      const float their_best = __shfl_xor_sync(0xffffffffu, best, other);
+      const float their_total = __shfl_xor_sync(0xffffffffu, total, other);
+      target += __shfl_xor_sync(0xffffffffu, target, other);
+      const float both = fmaxf(best, their_best);
+      total = total * power_of_two((best - both) * kLog2E) + their_total * power_of_two((their_best - both) * kLog2E);
+      best = both;
+    }
+    const int row = first_row + row_of(i, h);
+    if (row < rows && (lane() & 3) == 0) {
+      const size_t at = size_t(part) * rows + row;
+      part_peak[at] = best, part_total[at] = total, part_target[at] = target;
+    }
+  }
+"""
+
+# Work is drawn from a queue in an order in which everything an item waits for comes before it, so that the kernel ends
+# with any number of blocks resident: coefficients of range s + 1, then products with range s, and so on.
+_BACKWARD = r"""
+using namespace flash;
+extern __shared__ uint8_t storage[];
+__shared__ int drawn;
+const uint32_t shared = aligned_shared(storage);
+const Matrix matrix{$MATRIX, vocabulary, columns};
+const int vocabulary_tiles = (vocabulary + kColumns - 1) / kColumns, column_tiles = (columns + kColumns - 1) / kColumns;
+const int per_tile = (columns + kDepth - 1) / kDepth;
+const int items_per_row = (range_tiles + tiles_per_item - 1) / tiles_per_item;
+const int first = virtual_tiles * items_per_row, second = virtual_tiles * column_tiles;
+const int all = steps * (first + second), width = range_tiles * kColumns;
+int* const queue = counters;
+int* const ready = counters + 1;                       // [steps, virtual_tiles]: items of coefficients written
+int* const used = ready + steps * virtual_tiles;       // [steps, virtual_tiles]: products done
+const float scale = scaling[0], softcap = scaling[1], inverse_softcap = 1.0f / softcap;
+
+Accumulator d;
+int next = 0;
+if (threadIdx.x == 0) next = atomicAdd(queue, 1);
+while (true) {
+  if (threadIdx.x == 0) drawn = next;
+  __syncthreads();
+  int item = drawn;
+  if (item >= all) break;
+  if (threadIdx.x == 0) next = atomicAdd(queue, 1);
+
+  bool coefficient = true;
+  int step = 0;
+  if (item >= first) {
+    item -= first;
+    step = item / (first + second) + 1;
+    item %= first + second;
+    coefficient = step < steps && item < first;
+    if (!coefficient) {
+      if (step < steps) item -= first;
+      --step;
+    }
+  }
+  const int tile_of_rows = item % virtual_tiles, inner = item / virtual_tiles;
+  const int part = tile_of_rows / row_tiles, chunk = step / ranges, range = step % ranges;
+  const int first_row = (chunk * row_tiles + tile_of_rows % row_tiles) * kRows;
+  const int range_begin = part * vocabulary_tiles_per_part + range * range_tiles;
+  const int range_end =
+      min(min(range_begin + range_tiles, (part + 1) * vocabulary_tiles_per_part), vocabulary_tiles);
+  __nv_bfloat16* const buffer =
+      coefficients + (size_t(step % 3) * virtual_tiles + tile_of_rows) * kRows * width;
+  int* const done = (coefficient ? ready : used) + step * virtual_tiles + tile_of_rows;
+
+  if (first_row < rows) {
+    if (threadIdx.x == 0) {
+      if (coefficient) {
+        if (step >= 3) wait_for(used + (step - 3) * virtual_tiles + tile_of_rows, column_tiles);
+      } else {
+        wait_for(done - used + ready, items_per_row);
+        if (step >= 1) wait_for(done - virtual_tiles, column_tiles);
+      }
+    }
+    __syncthreads();
+    if (coefficient) {
+      const int begin = range_begin + inner * tiles_per_item, end = min(begin + tiles_per_item, range_end);
+      if (begin < end) {
+        LogitTiles tiles(hidden, matrix, rows, first_row, begin * kColumns);
+        multiply(d, tiles, shared, end - begin, per_tile, [&](int tile) {
+          const int entry = (begin + tile) * kColumns;
+          logits_in_place(d, $BIAS, scale, softcap, entry, vocabulary);
+#pragma unroll
+          for (int i = 0; i < kI; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int local = row_of(i, h), row = first_row + local;
+              const bool valid = row < rows;
+              const float factor = valid ? cotangent[row] * scale : 0.0f;
+              const float shift = valid ? -(peak[row] + log_sum[row]) * kLog2E : 0.0f;
+              const int at = (valid ? targets[row] : -1) - entry - first_column() - 2 * (lane() & 3);
+              uint4* const to = reinterpret_cast<uint4*>(
+                  buffer + size_t(local) * width + (begin + tile - range_begin) * kColumns + first_column() +
+                  8 * (lane() & 3));
+#pragma unroll
+              for (int g = 0; g < kJ / 4; ++g) {
+                uint32_t packed[4];
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                  const int j = 4 * g + q;
+                  float c[2];
+#pragma unroll
+                  for (int e = 0; e < 2; ++e) {
+                    const float z = d[i][j][2 * h + e];
+                    float x = factor * ((at == 8 * j + e ? 1.0f : 0.0f) - power_of_two(fmaf(z, kLog2E, shift)));
+                    if (FLASH_SOFTCAP) {
+                      const float ratio = fmaxf(z, -softcap) * inverse_softcap;
+                      x *= 1.0f - ratio * ratio;
+                    }
+                    c[e] = x;
+                  }
+                  packed[q] = pack(c[0], c[1]);
+                }
+                to[4 * g] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+              }
+            }
+        });
+      }
+    } else {
+      // The partial sum of this tile, in the order in which threads hold it.
+      float4* const kept = reinterpret_cast<float4*>(
+          partial + (size_t(tile_of_rows) * column_tiles + inner) * kRows * kColumns) + threadIdx.x;
+      const bool some = range_begin < range_end;
+      if (some) {
+        const int stages = (range_end - range_begin) * (kColumns / kDepth);
+        CoefficientTiles tiles(buffer, matrix, width, range_begin * kColumns, inner * kColumns);
+        multiply(d, tiles, shared, 1, stages, [](int) {});
+      }
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int j = 0; j < kJ; ++j) {
+          float4 v = range == 0 ? make_float4(0, 0, 0, 0) : __ldcg(kept + (i * kJ + j) * kThreads);
+          if (some) v.x += d[i][j][0], v.y += d[i][j][1], v.z += d[i][j][2], v.w += d[i][j][3];
+          if (range < ranges - 1) {
+            __stcg(kept + (i * kJ + j) * kThreads, v);
+          } else {
+            const int column = inner * kColumns + first_column() + 8 * j + 2 * (lane() & 3);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int row = first_row + row_of(i, h);
+              if (row < rows && column < columns) {
+                const size_t at = (size_t(part) * rows + row) * columns + column;
+                gradient[at] = Result(h ? v.z : v.x), gradient[at + 1] = Result(h ? v.w : v.y);
+              }
+            }
+          }
+        }
+    }
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(done, 1);
+}
+"""
