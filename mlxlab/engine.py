@@ -90,7 +90,7 @@ class StepEngine:
             rows = []
             for name, index in gather_from.items():
                 hidden = self.adapter.finish(states[name])
-                rows.append(hidden.reshape(-1, hidden.shape[-1])[mx.array(index)])
+                rows.append(_take(hidden.reshape(-1, hidden.shape[-1]), index))
             return mx.concatenate(rows)
 
         def score(hidden: mx.array, start: int) -> mx.array:
@@ -171,7 +171,14 @@ def _row_order(plan: StreamPlan) -> tuple[dict[str, np.ndarray], list[np.ndarray
 
 def _scores(plan: StreamPlan, positions: Sequence[np.ndarray], logps: mx.array, totals: Totals) -> Scores:
     spans = {
-        (span.branch, span.part): TokenLogps(logps[mx.array(where)], mx.array(span.row), plan.batch_rows)
+        (span.branch, span.part): TokenLogps(_take(logps, where), mx.array(span.row), plan.batch_rows)
         for span, where in zip(plan.spans, positions)
     }
     return Scores(spans, totals)
+
+
+def _take(array: mx.array, index: np.ndarray) -> mx.array:
+    """Rows `index` of an array. A run of neighbours is a slice, whose gradient needs no scatter."""
+    if len(index) and (np.diff(index) == 1).all():
+        return array[int(index[0]) : int(index[-1]) + 1]
+    return array[mx.array(index)]

@@ -191,15 +191,19 @@ class TokenLogps:
 
     def sum(self) -> mx.array:
         """Per row of the batch: summed log-probability, float32 [B]."""
-        return mx.zeros((self.batch_rows,), mx.float32).at[self.row].add(self.values)
+        return mx.where(self._mine(), self.values[None], 0.0).sum(axis=1)
 
     def count(self) -> mx.array:
         """Per row of the batch: number of scored tokens, float32 [B]."""
-        return mx.zeros((self.batch_rows,), mx.float32).at[self.row].add(mx.ones(self.row.shape, mx.float32))
+        return self._mine().sum(axis=1).astype(mx.float32)
 
     def mean(self) -> mx.array:
         """Per row of the batch: mean log-probability per token, float32 [B]."""
         return self.sum() / mx.maximum(self.count(), 1)
+
+    def _mine(self) -> mx.array:
+        """bool [B, m]: which values belong to which row. A mask, not a scatter, whose additions would collide."""
+        return self.row[None] == mx.arange(self.batch_rows)[:, None]
 
 
 @dataclass(frozen=True)

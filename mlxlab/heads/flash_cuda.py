@@ -1,6 +1,6 @@
 """The flash head's cross-entropy as CUDA kernels: neither logits [M, V] nor expanded weights [V, H] in device memory.
 
-Forward: every block walks through a part of the vocabulary for 128 rows with an online softmax (Milakov and
+Forward: every block walks through a part of the vocabulary for a tile of rows with an online softmax (Milakov and
 Gimelshein, 2018); the partial results of all parts are merged in array operations.
 
 Backward: one kernel with two kinds of work in one queue. Accumulators for all H columns do not fit one block, and slabs
@@ -30,7 +30,7 @@ from mlxlab.heads.weights import HeadWeights
 
 _FORWARD_BLOCKS = 1024  # as many as fill a large GPU several times over
 _BACKWARD_BLOCKS = 256  # they draw from a queue: more than are resident do no harm
-_ROW_TILES, _RANGE_TILES, _TILES_PER_ITEM = 12, 16, 2  # of the backward kernel: rows, vocabulary, vocabulary per item
+_ROW_TILES, _RANGE_TILES, _TILES_PER_ITEM = 8, 21, 2  # of the backward kernel: rows, vocabulary, vocabulary per item
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -81,7 +81,7 @@ def forward(hidden: mx.array, targets: mx.array, weights: HeadWeights) -> tuple[
     if rows == 0:
         return mx.zeros((0,)), mx.zeros((0,)), mx.zeros((0,))
     options = _options(weights)
-    tiles, row_tiles = _ceil(weights.vocabulary, source.COLUMNS), _ceil(rows, source.ROWS)
+    tiles, row_tiles = _ceil(weights.vocabulary, options.columns), _ceil(rows, options.rows)
     per_part = _ceil(tiles, min(tiles, _ceil(_FORWARD_BLOCKS, row_tiles)))
     parts = _ceil(tiles, per_part)
     parameters = {"rows": rows, "vocabulary": weights.vocabulary, "columns": columns}
@@ -113,11 +113,12 @@ def backward(
     rows, columns = hidden.shape
     if rows == 0:
         return mx.zeros_like(hidden)
-    plan = Plan.of(rows, columns, weights.vocabulary)
+    options = _options(weights)
+    plan = Plan.of(rows, columns, weights.vocabulary, options)
     result = hidden.dtype if plan.parts == 1 else mx.float32
     per_row = {"targets": targets, "cotangent": cotangent, "peak": peak, "log_sum": log_sum}
     gradient = _launch(
-        "backward", _options(weights), plan.parameters(rows, columns, weights.vocabulary),
+        "backward", options, plan.parameters(rows, columns, weights.vocabulary),
         {"hidden": hidden} | per_row, weights,
         {
             "gradient": ((plan.parts, rows, columns), result),
@@ -129,16 +130,17 @@ def backward(
         template=[("Result", result)],
         init_value=0.0,
     )[0]  # fmt: skip
-    return gradient[0] if plan.parts == 1 else gradient.sum(axis=0).astype(hidden.dtype)
+    return gradient.squeeze(0) if plan.parts == 1 else gradient.sum(axis=0).astype(hidden.dtype)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the backward kernel divides its work. A virtual tile is 128 rows and one part of the vocabulary.
+    """How the backward kernel divides its work. A virtual tile is a tile of rows and one part of the vocabulary.
 
     With few rows, parts of the vocabulary are worked on side by side and their gradients are added at the end.
     """
 
+    options: source.Options
     parts: int
     vocabulary_tiles_per_part: int
     row_tiles: int  # of a chunk of rows
@@ -148,20 +150,21 @@ class Plan:
     column_tiles: int
 
     @classmethod
-    def of(cls, rows: int, columns: int, vocabulary: int) -> Plan:
-        row_tiles, tiles = _ceil(rows, source.ROWS), _ceil(vocabulary, source.COLUMNS)
+    def of(cls, rows: int, columns: int, vocabulary: int, options: source.Options) -> Plan:
+        row_tiles, tiles = _ceil(rows, options.rows), _ceil(vocabulary, options.columns)
         chunks = _ceil(row_tiles, _ROW_TILES)
         per_chunk = _ceil(row_tiles, chunks)
         per_part = _ceil(tiles, min(tiles, _ROW_TILES // per_chunk))
         ranges = _ceil(per_part, _RANGE_TILES)
         return cls(
+            options=options,
             parts=_ceil(tiles, per_part),
             vocabulary_tiles_per_part=per_part,
             row_tiles=per_chunk,
             chunks=chunks,
             range_tiles=_ceil(per_part, ranges),
             ranges=ranges,
-            column_tiles=_ceil(columns, source.COLUMNS),
+            column_tiles=_ceil(columns, options.columns),
         )
 
     @property
@@ -180,12 +183,13 @@ class Plan:
     def coefficients(self) -> tuple[int, ...]:
         """Shape of the scratch array of coefficients."""
         in_flight = min(source.RANGES_IN_FLIGHT, self.steps)
-        return in_flight, self.virtual_tiles * source.ROWS, self.range_tiles * source.COLUMNS
+        return in_flight, self.virtual_tiles * self.options.rows, self.range_tiles * self.options.columns
 
     @property
     def partial(self) -> tuple[int, ...]:
         """Shape of the scratch array of gradients, which only several ranges need."""
-        return (self.virtual_tiles * source.ROWS, self.column_tiles * source.COLUMNS) if self.ranges > 1 else (1,)
+        rows, columns = self.virtual_tiles * self.options.rows, self.column_tiles * self.options.columns
+        return (rows, columns) if self.ranges > 1 else (1,)
 
     @property
     def scratch_bytes(self) -> int:
@@ -248,8 +252,8 @@ def _launch(
     kernel = _kernel(kind, options, tuple(inputs), tuple(outputs))
     return kernel(
         inputs=list(inputs.values()),
-        grid=(source.THREADS * blocks[0], blocks[1], 1),
-        threadgroup=(source.THREADS, 1, 1),
+        grid=(options.threads * blocks[0], blocks[1], 1),
+        threadgroup=(options.threads, 1, 1),
         output_shapes=[shape for shape, _ in outputs.values()],
         output_dtypes=[dtype for _, dtype in outputs.values()],
         **keywords,

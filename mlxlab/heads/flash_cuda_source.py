@@ -1,11 +1,11 @@
-"""CUDA source of the flash head's kernels: one tiled product [128, 256] in two roles, with its epilogues.
+"""CUDA source of the flash head's kernels: one tiled product in two roles, with its epilogues.
 
 Both roles multiply a tile of rows, staged by asynchronous copies, with a tile of the projection that is dequantized on
 its way into shared memory. Every 128-byte line of shared memory holds 64 numbers, its eight 16-byte chunks permuted by
 chunk ^ (line % 8): free of bank conflicts, and the 128-byte swizzle that the matrix instructions of sm_90a expect.
 
-    logits        rows of hidden [128, H] x rows of W [256, H]: both run along H, the summed dimension
-    backproject   coefficients [128, range] x W [range, 256 columns of H]: W runs along the columns of the result
+    logits        rows of hidden [192, H] x rows of W [192, H]: both run along H, the summed dimension
+    backproject   coefficients [192, range] x W [range, 192 columns of H]: W runs along the columns of the result
 
 Thread layout of the accumulators, for both kinds of instructions: `accumulator[i][j][2 h + e]` is row `row_of(i, h)`
 and column `first_column() + 8 j + 2 (lane % 4) + e` of the tile.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-ROWS, COLUMNS, DEPTH, THREADS = 128, 256, 64, 256  # of a tile of the product; DEPTH is what one pipeline stage holds
+DEPTH = 64  # of the summed dimension in one pipeline stage
 RANGES_IN_FLIGHT = 3  # coefficient buffers of the backward kernel
 PARAMETERS = (
     "rows", "vocabulary", "columns", "vocabulary_tiles_per_part",  # of both kernels
@@ -55,9 +55,23 @@ class Options:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
 
     @property
+    def rows(self) -> int:
+        """Rows of a tile. A square tile needs the least dequantization and traffic for its size."""
+        return 192 if self.wgmma else 128
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile: vocabulary entries, or columns of the gradient."""
+        return 192 if self.wgmma else 256
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.wgmma else 256
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory, with room to align it to the 1024 bytes that the swizzle repeats after."""
-        return self.stages * (ROWS + COLUMNS) * DEPTH * 2 + 1024
+        return self.stages * (self.rows + self.columns) * DEPTH * 2 + 1024
 
 
 def header(options: Options) -> str:
@@ -71,9 +85,13 @@ def header(options: Options) -> str:
         "BIAS": int(options.bias),
         "WGMMA": int(options.wgmma),
         "STAGES": options.stages,
+        "ROWS": options.rows,
+        "COLUMNS": options.columns,
+        "THREADS": options.threads,
+        "IN_FLIGHT": RANGES_IN_FLIGHT,
     }
     lines = [f"#define FLASH_{name} {value}" for name, value in defines.items()]
-    wgmma = _wgmma(transposed=0) + _wgmma(transposed=1) if options.wgmma else ""
+    wgmma = _wgmma(options.columns, 0) + _wgmma(options.columns, 1) if options.wgmma else ""
     return "\n".join(lines) + _HEADER.replace("$WGMMA", wgmma)
 
 
@@ -92,16 +110,16 @@ def name(kind: str, options: Options) -> str:
     return f"flash_{kind}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _wgmma(transposed: int) -> str:
-    """A product [64, 16] x [16, 256] of a warp group, operands in shared memory; `transposed`: B runs along columns."""
-    count = COLUMNS // 2
+def _wgmma(columns: int, transposed: int) -> str:
+    """A product [64, 16] x [16, columns] of a warp group, operands in shared memory; `transposed`: B runs along columns."""
+    count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count))
     return f"""
 template <> __device__ __forceinline__ void warp_group_product<{str(bool(transposed)).lower()}>(
     Accumulator& d, uint64_t a, uint64_t b, int keep) {{
   asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-    "wgmma.mma_async.sync.aligned.m64n{COLUMNS}k16.f32.bf16.bf16 {{{registers}}}, "
+    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, "
     "%{count}, %{count + 1}, p, 1, 1, 0, {transposed};\\n}}\\n"
     : {operands}
     : "l"(a), "l"(b), "r"(keep));
@@ -115,14 +133,15 @@ _HEADER = r"""
 
 namespace flash {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 64, kThreads = 256, kStages = FLASH_STAGES;
+constexpr int kRows = FLASH_ROWS, kColumns = FLASH_COLUMNS, kThreads = FLASH_THREADS, kStages = FLASH_STAGES, kDepth = 64;
+constexpr int kInFlight = FLASH_IN_FLIGHT;
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 // Copies run ahead of the products by this many stages. A warp-group product may still run one stage behind.
 constexpr int kAhead = FLASH_WGMMA ? kStages - 2 : kStages - 1;
 constexpr float kLog2E = 1.4426950408889634f, kLowest = -1e30f;
 
 #if FLASH_WGMMA
-constexpr int kI = 1, kJ = 32, kWarpsAcross = 1;
+constexpr int kI = 1, kJ = kColumns / 8, kWarpsAcross = 1;
 #else
 constexpr int kI = 4, kJ = 8, kWarpsAcross = 4;
 #endif
@@ -190,30 +209,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 #if FLASH_BITS
-constexpr int kGroups = FLASH_GROUP < kDepth ? kDepth / FLASH_GROUP : 1;
-constexpr int kWords = kDepth * FLASH_BITS / 32;
+constexpr int kUnits = kColumns * kDepth / 32 / kThreads;  // of a tile of W, per thread
 
-// 64 numbers of one row of W as they lie in device memory.
+// 32 numbers of one row of W as they lie in device memory: half a line, and part of one group.
 struct Packed {
-  uint4 word[kWords / 4];
-  FLASH_SCALE scale[kGroups], bias[kGroups];
+  uint4 word[FLASH_BITS / 4];
+  FLASH_SCALE scale, bias;
 
   __device__ __forceinline__ void fetch(const Matrix& m, int row, int column) {
-    constexpr int half = kWords / 8;  // 16-byte words in half a line
-    const uint4* from = reinterpret_cast<const uint4*>(m.weight + (size_t(row) * m.columns + column) * FLASH_BITS / 32);
+    const bool valid = row < m.vocabulary && column < m.columns;
+    const size_t at = valid ? size_t(row) * m.columns + column : 0;
+    const uint4* from = reinterpret_cast<const uint4*>(m.weight + at * FLASH_BITS / 32);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool valid = row < m.vocabulary && column + 32 * h < m.columns;
-#pragma unroll
-      for (int i = 0; i < half; ++i) word[h * half + i] = valid ? __ldg(from + h * half + i) : make_uint4(0, 0, 0, 0);
-    }
-    const size_t group = (size_t(row) * m.columns + column) / FLASH_GROUP;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const bool valid = row < m.vocabulary && column + g * FLASH_GROUP < m.columns;
-      scale[g] = valid ? m.scales[group + g] : FLASH_SCALE(0.0f);
-      bias[g] = valid ? m.biases[group + g] : FLASH_SCALE(0.0f);
-    }
+    for (int i = 0; i < FLASH_BITS / 4; ++i) word[i] = valid ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
+    scale = valid ? m.scales[at / FLASH_GROUP] : FLASH_SCALE(0.0f);
+    bias = valid ? m.biases[at / FLASH_GROUP] : FLASH_SCALE(0.0f);
   }
 
   __device__ __forceinline__ uint32_t bits(int i) const {
@@ -221,14 +231,14 @@ struct Packed {
     return (i & 3) == 0 ? w.x : (i & 3) == 1 ? w.y : (i & 3) == 2 ? w.z : w.w;
   }
 
-  // Line `line` of a tile: eight chunks of eight numbers.
-  __device__ __forceinline__ void store(uint32_t base, int line) const {
+  // Chunks 4 half .. 4 half + 3 of a line.
+  __device__ __forceinline__ void store(uint32_t base, int line, int half) const {
 #pragma unroll
-    for (int c = 0; c < 8; ++c) store_shared(chunk_address(base, line, c), expand(c));
+    for (int c = 0; c < 4; ++c) store_shared(chunk_address(base, line, 4 * half + c), expand(c));
   }
 
   __device__ __forceinline__ uint4 expand(int c) const {
-    const FLASH_SCALE s = scale[c * kGroups / 8], b = bias[c * kGroups / 8];
+    const FLASH_SCALE s = scale, b = bias;
     uint32_t r[4];
 #if FLASH_BITS == 4
     const uint32_t w = bits(c), even = w & 0x0f0f0f0fu, odd = (w >> 4) & 0x0f0f0f0fu;
@@ -363,7 +373,7 @@ __device__ __forceinline__ void product(Accumulator& d, uint32_t a, uint32_t b, 
 
 // What the stages of a product are filled with: step t covers summed numbers 64 t .. 64 t + 63.
 
-// Logits of 128 rows: after H / 64 steps comes the next tile of 256 vocabulary rows.
+// Logits of a tile of rows: after H / 64 steps comes the next tile of the vocabulary.
 struct LogitTiles {
   static constexpr bool transposed = false;
   const __nv_bfloat16* hidden;
@@ -371,7 +381,7 @@ struct LogitTiles {
   int rows, row, entry;  // entry: first vocabulary row of the first tile
   int copy_at = 0, copy_entry, fetch_at = 0, fetch_entry;
 #if FLASH_BITS
-  Packed packed;
+  Packed packed[kUnits];
 #endif
 
   __device__ __forceinline__ LogitTiles(const __nv_bfloat16* hidden, const Matrix& m, int rows, int row, int entry)
@@ -381,17 +391,17 @@ struct LogitTiles {
     const int line = threadIdx.x >> 3, chunk = threadIdx.x & 7, column = copy_at + 8 * chunk;
     const bool inside = column < m.columns;
 #pragma unroll
-    for (int i = 0; i < kRows / 32; ++i) {
-      const int r = row + line + 32 * i;
+    for (int i = 0; i < kRows * 8 / kThreads; ++i) {
+      const int r = row + line + kThreads / 8 * i;
       const bool valid = inside && r < rows;
-      copy_async(chunk_address(a, line + 32 * i, chunk), hidden + (valid ? size_t(r) * m.columns + column : 0), valid);
+      copy_async(chunk_address(a, line + kThreads / 8 * i, chunk), hidden + (valid ? size_t(r) * m.columns + column : 0), valid);
     }
 #if !FLASH_BITS
 #pragma unroll
-    for (int i = 0; i < kColumns / 32; ++i) {
-      const int r = copy_entry + line + 32 * i;
+    for (int i = 0; i < kColumns * 8 / kThreads; ++i) {
+      const int r = copy_entry + line + kThreads / 8 * i;
       const bool valid = inside && r < m.vocabulary;
-      copy_async(chunk_address(b, line + 32 * i, chunk), m.weight + (valid ? size_t(r) * m.columns + column : 0),
+      copy_async(chunk_address(b, line + kThreads / 8 * i, chunk), m.weight + (valid ? size_t(r) * m.columns + column : 0),
                  valid);
     }
 #endif
@@ -401,11 +411,22 @@ struct LogitTiles {
 
 #if FLASH_BITS
   __device__ __forceinline__ void fetch() {
-    packed.fetch(m, fetch_entry + threadIdx.x, fetch_at);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = threadIdx.x + kThreads * i;
+      packed[i].fetch(m, fetch_entry + unit % kColumns, fetch_at + 32 * (unit / kColumns));
+    }
     fetch_at += kDepth;
     if (fetch_at >= m.columns) fetch_at = 0, fetch_entry += kColumns;
   }
-  __device__ __forceinline__ void store(uint32_t b) const { packed.store(b, threadIdx.x); }
+
+  __device__ __forceinline__ void store(uint32_t b) const {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = threadIdx.x + kThreads * i;
+      packed[i].store(b, unit % kColumns, unit / kColumns);
+    }
+  }
 #endif
 };
 
@@ -421,7 +442,7 @@ struct CoefficientTiles {
   int stride, entry, column;
   int copied = 0, fetched = 0;
 #if FLASH_BITS
-  Packed packed;
+  Packed packed[kUnits];
 #endif
 
   __device__ __forceinline__ CoefficientTiles(
@@ -431,13 +452,13 @@ struct CoefficientTiles {
   __device__ __forceinline__ void copy(uint32_t a, uint32_t b) {
     const int line = threadIdx.x >> 3, chunk = threadIdx.x & 7;
 #pragma unroll
-    for (int i = 0; i < kRows / 32; ++i)
-      copy_async(chunk_address(a, line + 32 * i, chunk),
-                 coefficients + size_t(line + 32 * i) * stride + copied + 8 * chunk, true);
+    for (int i = 0; i < kRows * 8 / kThreads; ++i)
+      copy_async(chunk_address(a, line + kThreads / 8 * i, chunk),
+                 coefficients + size_t(line + kThreads / 8 * i) * stride + copied + 8 * chunk, true);
 #if !FLASH_BITS
 #pragma unroll
-    for (int i = 0; i < kDepth / 8; ++i) {
-      const int line = (threadIdx.x >> 5) + 8 * i, across = threadIdx.x & 31;
+    for (int i = 0; i < kDepth * kColumns / 8 / kThreads; ++i) {
+      const int unit = threadIdx.x + kThreads * i, line = unit / (kColumns / 8), across = unit % (kColumns / 8);
       const int r = entry + copied + row_at(line), c = column + 8 * across;
       const bool valid = r < m.vocabulary && c < m.columns;
       copy_async(chunk_address(b + (across >> 3) * 8192, line, across & 7),
@@ -449,11 +470,17 @@ struct CoefficientTiles {
 
 #if FLASH_BITS
   __device__ __forceinline__ void fetch() {
-    packed.fetch(m, entry + fetched + row_at(threadIdx.x & 63), column + 64 * (threadIdx.x >> 6));
+    const int row = entry + fetched + row_at(threadIdx.x & 63);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) packed[i].fetch(m, row, column + 32 * ((threadIdx.x + kThreads * i) >> 6));
     fetched += kDepth;
   }
   __device__ __forceinline__ void store(uint32_t b) const {
-    packed.store(b + (threadIdx.x >> 6) * 8192, threadIdx.x & 63);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int across = (threadIdx.x + kThreads * i) >> 6;  // which 32 columns
+      packed[i].store(b + (across >> 1) * 8192, threadIdx.x & 63, across & 1);
+    }
   }
 #endif
 };
@@ -546,6 +573,10 @@ __device__ __forceinline__ void wait_for(const int* counter, int count) {
 }
 
 }  // namespace flash
+
+// The kernel's signature is written by MLX; this is the way to bound its registers for a block of this size.
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(FLASH_THREADS, 1)
 """
 
 _FORWARD = r"""
@@ -585,7 +616,7 @@ multiply(d, tiles, aligned_shared(storage), end - begin, per_tile, [&](int tile)
       for (int j = 0; j < kJ; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) total[e] += power_of_two(fmaf(d[i][j][2 * h + e], kLog2E, shift));
-      sum[i][h] = sum[i][h] * power_of_two(fmaf(top[i][h], kLog2E, shift)) + (total[0] + total[1]);
+      sum[i][h] = sum[i][h] * power_of_two((top[i][h] - best) * kLog2E) + (total[0] + total[1]);
       top[i][h] = best;
       const int at = wanted[i][h] - entry - first_column() - 2 * (lane() & 3);
       if (at >= 0 && at < 8 * kJ) {
@@ -666,13 +697,13 @@ while (true) {
   const int range_end =
       min(min(range_begin + range_tiles, (part + 1) * vocabulary_tiles_per_part), vocabulary_tiles);
   __nv_bfloat16* const buffer =
-      coefficients + (size_t(step % 3) * virtual_tiles + tile_of_rows) * kRows * width;
+      coefficients + (size_t(step % kInFlight) * virtual_tiles + tile_of_rows) * kRows * width;
   int* const done = (coefficient ? ready : used) + step * virtual_tiles + tile_of_rows;
 
   if (first_row < rows) {
     if (threadIdx.x == 0) {
       if (coefficient) {
-        if (step >= 3) wait_for(used + (step - 3) * virtual_tiles + tile_of_rows, column_tiles);
+        if (step >= kInFlight) wait_for(used + (step - kInFlight) * virtual_tiles + tile_of_rows, column_tiles);
       } else {
         wait_for(done - used + ready, items_per_row);
         if (step >= 1) wait_for(done - virtual_tiles, column_tiles);

@@ -32,7 +32,7 @@ class Orpo(Method):
 
     records: ClassVar[str] = "preference"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    learning_rate: ClassVar[float] = 1e-5
+    learning_rate: ClassVar[float] = 1e-4
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:

@@ -15,7 +15,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-std=c++17 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wno-attributes -Wno-unknown-pragmas"
+    "-std=c++17 -O0 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wno-attributes -Wno-unknown-pragmas"
 )
 TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.int32: "int32_t"}
 TYPES |= {mx.uint32: "uint32_t"}
