@@ -105,6 +105,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
             validate(0)
         sample(0)
 
+        loss, record = None, {}
         for step in range(1, total + 1):
             # ---- one update: gradients of its micro-batches simply add up
             clock = time.perf_counter()
@@ -141,7 +142,8 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
                 )
                 log.write("event", step=step, event="checkpoint", path=name)
 
-        sample(total)
+        if total:
+            sample(total)
     folder.save("adapter", save)
     summary = {
         "updates": total,
@@ -150,7 +152,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         "best_loss": best.get("loss"),
         "best_step": best.get("step"),
         "best_margin": best.get("margin"),
-        "tokens_per_second": record["tokens_per_second"],
+        "tokens_per_second": record.get("tokens_per_second"),
         **_memory(),
         "trajectory": trajectory,
     }

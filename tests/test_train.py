@@ -7,11 +7,26 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from mlxlab.cli import main
+from mlxlab.engine import StepEngine
+from mlxlab.heads.naive import Naive
+from mlxlab.interfaces import Totals
+from mlxlab.lora import LoraConfig, apply_lora, load_adapter_weights
+from mlxlab.memory.backward.plain import Plain
+from mlxlab.memory.layouts.separate import Separate
+from mlxlab.methods.dpo import Dpo
+from mlxlab.methods.orpo import Orpo
+from mlxlab.methods.sft import Sft
+from mlxlab.models.decoder import Llama
+from mlxlab.models.load import load, walk
+from mlxlab.models.tiny import VOCABULARY, TinyLlama
+from mlxlab.testing import random_examples, randomize, relative_difference
+from mlxlab.train import _gradients
 
 QUICK = ["model=tiny_llama", "data=shouting", "train.samples=0", "lora.rank=4"]
 
@@ -89,8 +104,6 @@ def test_what_a_run_leaves_behind(run):
 
 
 def test_training_changes_the_adapter_and_not_the_base(run):
-    from mlxlab.models.tiny import TinyLlama
-
     checkpoint = TinyLlama(bits=8).folder() / "model.safetensors"
     before = checkpoint.read_bytes()
     code, folder, _ = run("model.bits=8", "method=orpo", "train.iters=1")
@@ -109,15 +122,22 @@ def test_seed_0_is_a_seed(run):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_accumulation_equals_a_larger_batch(run):
-    """4 rows at once, 1 x 4, and 2 x 2: same first loss, gradient norm and update; rows differ in length."""
-    results = []
-    for size, accumulate in ((4, 1), (1, 4), (2, 2)):
-        code, folder, _ = run("method=sft", f"train.batch_size={size}", f"train.accumulate={accumulate}", "train.iters=1")
-        assert code == 0
-        results.append(records(folder, "train")[0])
-    rows = 4
-    assert all(result["step"] == 1 for result in results) and rows == 4
+@pytest.mark.parametrize("method", [Sft(), Dpo(), Orpo()], ids=repr)
+def test_accumulation_equals_a_larger_batch(method):
+    """4 rows at once, 1 x 4, and 2 x 2 are one update; the rows differ in length, so a mean of means would not be."""
+    loaded = load(TinyLlama().folder(), Llama, dtype="float32")
+    lora = apply_lora(loaded.model, [b.path for b in loaded.adapter.blocks()], LoraConfig(rank=4, scale=2.0), seed=0)
+    randomize(lora)
+    rows = random_examples(method, VOCABULARY, rows=4)
+    engine = StepEngine(loaded.adapter, lora, method, Naive(), Plain(), Separate())
+    config = SimpleNamespace(seed=0, lora=LoraConfig())
+    totals = Totals.of(rows, method.spans())
+    loss, metrics, grads = _gradients(engine, [rows], totals, config, 1)
+    for split in ([rows[:1], rows[1:2], rows[2:3], rows[3:]], [rows[:2], rows[2:]]):
+        other, other_metrics, other_grads = _gradients(engine, split, totals, config, 1)
+        assert other == pytest.approx(loss, abs=1e-5)
+        assert relative_difference(other_grads, grads) < 1e-5
+        assert other_metrics == pytest.approx(metrics, abs=1e-4)
 
 
 def test_strategies_train_to_the_same_weights(run):
@@ -168,8 +188,6 @@ def test_an_impossible_combination_fails_alone(elsewhere, capsys):
 def test_plain_mlx_lm_loads_the_adapter(run, bits):
     from mlx_lm import load as stock_load
 
-    from mlxlab.models.tiny import TinyLlama
-
     code, folder, _ = run("method=sft", f"model.bits={bits}", "train.iters=4", "optim.learning_rate=1e-2",
                           "lora.rslora=true", "lora.num_layers=3")
     assert code == 0
@@ -178,11 +196,7 @@ def test_plain_mlx_lm_loads_the_adapter(run, bits):
     stock = stock_load(str(base))[0](ids)
     adapted = stock_load(str(base), adapter_path=str(folder / "adapter"))[0](ids)
     assert mx.abs(adapted - stock).max().item() > 0.01
-    # and it computes what was trained: the loss of the first validation row, by hand
-    from mlxlab.lora import LoraConfig, apply_lora, load_adapter_weights
-    from mlxlab.models.decoder import Llama
-    from mlxlab.models.load import load, walk
-
+    # and it computes what was trained
     loaded = load(base, Llama, dtype="float32")
     config = LoraConfig(rank=4, rslora=True, num_layers=3)
     lora = apply_lora(loaded.model, [b.path for b in loaded.adapter.blocks()], config, seed=5)

@@ -30,7 +30,7 @@ from mlxlab.heads.weights import HeadWeights
 
 _FORWARD_BLOCKS = 1024  # as many as fill a large GPU several times over
 _BACKWARD_BLOCKS = 256  # they draw from a queue: more than are resident do no harm
-_ROW_TILES, _RANGE_TILES, _TILES_PER_ITEM = 8, 21, 2  # of the backward kernel: rows, vocabulary, vocabulary per item
+_ROW_TILES, _RANGE_TILES, _TILES_PER_ITEM = 11, 16, 2  # of the backward kernel: rows, vocabulary, vocabulary per item
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -219,6 +219,7 @@ def _options(weights: HeadWeights) -> source.Options:
     # Shared memory of a block: 227 KiB on 9.0, 10.x and 11.x, 163 KiB on 8.0 and 8.7, 99 KiB elsewhere.
     stages = 4 if capability[0] in (9, 10, 11) else 3 if capability in ((8, 0), (8, 7)) else 2
     options = {"softcap": weights.softcap is not None, "bias": weights.bias is not None}
+    options |= {"aligned": matrix.shape[1] % 256 == 0}
     options |= {"wgmma": wgmma, "stages": stages}
     if not matrix.quantized:
         return source.Options(bits=0, **options)

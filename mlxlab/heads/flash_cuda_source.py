@@ -35,6 +35,7 @@ class Options:
         scale_type: of scales and biases: bfloat16, float16 or float32; ignored if dense.
         softcap: whether logits pass through softcap * tanh(z / softcap).
         bias: whether the projection has a bias [V].
+        aligned: whether H is a multiple of 256, so that the scales of 256 numbers are one aligned load.
         wgmma: the warp-group instructions of sm_90a, else mma.sync (sm_80 and later).
         stages: tiles in flight in shared memory, 48 KiB each.
     """
@@ -44,6 +45,7 @@ class Options:
     scale_type: str = "bfloat16"
     softcap: bool = False
     bias: bool = False
+    aligned: bool = True
     wgmma: bool = True
     stages: int = 4
 
@@ -83,6 +85,7 @@ def header(options: Options) -> str:
         "FAST_SCALE": int(options.scale_type == "bfloat16"),
         "SOFTCAP": int(options.softcap),
         "BIAS": int(options.bias),
+        "ALIGNED": int(options.aligned),
         "WGMMA": int(options.wgmma),
         "STAGES": options.stages,
         "ROWS": options.rows,
@@ -212,18 +215,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 constexpr int kUnits = kColumns * kDepth / 32 / kThreads;  // of a tile of W, per thread
 
 // 32 numbers of one row of W as they lie in device memory: half a line, and part of one group.
+// A warp takes 16 rows and both halves, so that its loads touch 16 lines of memory instead of 32.
 struct Packed {
   uint4 word[FLASH_BITS / 4];
-  FLASH_SCALE scale, bias;
 
-  __device__ __forceinline__ void fetch(const Matrix& m, int row, int column) {
-    const bool valid = row < m.vocabulary && column < m.columns;
-    const size_t at = valid ? size_t(row) * m.columns + column : 0;
-    const uint4* from = reinterpret_cast<const uint4*>(m.weight + at * FLASH_BITS / 32);
+  __device__ __forceinline__ void fetch(const uint4* from) {
 #pragma unroll
-    for (int i = 0; i < FLASH_BITS / 4; ++i) word[i] = valid ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
-    scale = valid ? m.scales[at / FLASH_GROUP] : FLASH_SCALE(0.0f);
-    bias = valid ? m.biases[at / FLASH_GROUP] : FLASH_SCALE(0.0f);
+    for (int i = 0; i < FLASH_BITS / 4; ++i) word[i] = __ldg(from + i);
   }
 
   __device__ __forceinline__ uint32_t bits(int i) const {
@@ -232,23 +230,24 @@ struct Packed {
   }
 
   // Chunks 4 half .. 4 half + 3 of a line.
-  __device__ __forceinline__ void store(uint32_t base, int line, int half) const {
+  __device__ __forceinline__ void store(uint32_t base, int line, int half, FLASH_SCALE s, FLASH_SCALE b) const {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_shared(chunk_address(base, line, 4 * half + c), expand(c));
+    for (int c = 0; c < 4; ++c) store_shared(chunk_address(base, line, 4 * half + c), expand(c, s, b));
   }
 
-  __device__ __forceinline__ uint4 expand(int c) const {
-    const FLASH_SCALE s = scale, b = bias;
+  __device__ __forceinline__ uint4 expand(int c, FLASH_SCALE s, FLASH_SCALE b) const {
     uint32_t r[4];
 #if FLASH_BITS == 4
-    const uint32_t w = bits(c), even = w & 0x0f0f0f0fu, odd = (w >> 4) & 0x0f0f0f0fu;
+    const uint32_t even = bits(c), odd = even >> 4;  // byte i: number 2 i or 2 i + 1 in its lower half
 #if FLASH_FAST_SCALE
     // 0x4300 + q is the bfloat16 number 128 + q; taking 128 away is exact.
     const __nv_bfloat162 s2 = __bfloat162bfloat162(s), b2 = __bfloat162bfloat162(b);
     const uint32_t minus_128 = 0xc300c300u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t q = (__byte_perm(even, odd, 0x0400 + 0x1111 * i) & 0x000f000fu) | 0x43004300u;
+      uint32_t q;  // (x & 0x000f000f) | 0x43004300
+      asm("lop3.b32 %0, %1, %2, %3, 0xea;\n"
+          : "=r"(q) : "r"(__byte_perm(even, odd, 0x0400 + 0x1111 * i)), "r"(0x000f000fu), "r"(0x43004300u));
       __nv_bfloat162 x = __hadd2(*reinterpret_cast<__nv_bfloat162*>(&q),
                                  *reinterpret_cast<const __nv_bfloat162*>(&minus_128));
       x = __hfma2(x, s2, b2);
@@ -256,7 +255,8 @@ struct Packed {
     }
 #else
 #pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = pack(number(even, i, s, b), number(odd, i, s, b));
+    for (int i = 0; i < 4; ++i)
+      r[i] = pack(number(even & 0x0f0f0f0fu, i, s, b), number(odd & 0x0f0f0f0fu, i, s, b));
 #endif
 #else
 #pragma unroll
@@ -304,12 +304,10 @@ template <bool transposed>
 __device__ __forceinline__ void product(Accumulator& d, uint32_t a, uint32_t b, bool keep) {
   a += (warp() >> 2) * 64 * 128;
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+  const uint64_t left = descriptor(a, 16, 1024), right = descriptor(b, transposed ? 8192 : 16, 1024);
 #pragma unroll
-  for (int k = 0; k < kDepth / 16; ++k) {
-    const uint64_t left = descriptor(a + 32 * k, 16, 1024);
-    const uint64_t right = transposed ? descriptor(b + 2048 * k, 8192, 1024) : descriptor(b + 32 * k, 16, 1024);
-    warp_group_product<transposed>(d, left, right, k > 0 || keep);
-  }
+  for (int k = 0; k < kDepth / 16; ++k)  // addresses count in 16 bytes
+    warp_group_product<transposed>(d, left + 2 * k, right + (transposed ? 128 : 2) * k, k > 0 || keep);
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
@@ -373,59 +371,104 @@ __device__ __forceinline__ void product(Accumulator& d, uint32_t a, uint32_t b, 
 
 // What the stages of a product are filled with: step t covers summed numbers 64 t .. 64 t + 63.
 
+// Places outside the matrices are read from the nearest place inside: the products' rows and columns that this reaches
+// are not used, and the summed numbers that it reaches are multiplied by zeros of the other operand.
+
 // Logits of a tile of rows: after H / 64 steps comes the next tile of the vocabulary.
 struct LogitTiles {
   static constexpr bool transposed = false;
-  const __nv_bfloat16* hidden;
+  const __nv_bfloat16* hidden;  // where this thread copies from next, for the first of its rows
   Matrix m;
-  int rows, row, entry;  // entry: first vocabulary row of the first tile
-  int copy_at = 0, copy_entry, fetch_at = 0, fetch_entry;
-#if FLASH_BITS
-  Packed packed[kUnits];
-#endif
+  int valid_rows, copy_at = 0, copy_entry;
 
   __device__ __forceinline__ LogitTiles(const __nv_bfloat16* hidden, const Matrix& m, int rows, int row, int entry)
-      : hidden(hidden), m(m), rows(rows), row(row), entry(entry), copy_entry(entry), fetch_entry(entry) {}
+      : m(m), copy_entry(entry) {
+    row += threadIdx.x >> 3;
+    valid_rows = rows - row;
+    this->hidden = hidden + size_t(row) * m.columns + 8 * (threadIdx.x & 7);
+#if FLASH_BITS
+    fetch_entry = entry;
+    seek();
+#endif
+  }
 
   __device__ __forceinline__ void copy(uint32_t a, uint32_t b) {
     const int line = threadIdx.x >> 3, chunk = threadIdx.x & 7, column = copy_at + 8 * chunk;
-    const bool inside = column < m.columns;
+    const int valid = column < m.columns ? valid_rows : 0;
 #pragma unroll
-    for (int i = 0; i < kRows * 8 / kThreads; ++i) {
-      const int r = row + line + kThreads / 8 * i;
-      const bool valid = inside && r < rows;
-      copy_async(chunk_address(a, line + kThreads / 8 * i, chunk), hidden + (valid ? size_t(r) * m.columns + column : 0), valid);
-    }
+    for (int i = 0; i < kRows * 8 / kThreads; ++i)
+      copy_async(chunk_address(a, line + kThreads / 8 * i, chunk), hidden + kThreads / 8 * i * m.columns,
+                 kThreads / 8 * i < valid);
 #if !FLASH_BITS
 #pragma unroll
     for (int i = 0; i < kColumns * 8 / kThreads; ++i) {
-      const int r = copy_entry + line + kThreads / 8 * i;
-      const bool valid = inside && r < m.vocabulary;
-      copy_async(chunk_address(b, line + kThreads / 8 * i, chunk), m.weight + (valid ? size_t(r) * m.columns + column : 0),
-                 valid);
+      const int r = min(copy_entry + line + kThreads / 8 * i, m.vocabulary - 1);
+      copy_async(chunk_address(b, line + kThreads / 8 * i, chunk),
+                 m.weight + size_t(r) * m.columns + min(column, m.columns - 8), true);
     }
 #endif
-    copy_at += kDepth;
-    if (copy_at >= m.columns) copy_at = 0, copy_entry += kColumns;
+    copy_at += kDepth, hidden += kDepth;
+    if (copy_at >= m.columns) hidden -= copy_at, copy_at = 0, copy_entry += kColumns;
   }
 
 #if FLASH_BITS
-  __device__ __forceinline__ void fetch() {
+  static constexpr int kTogether = FLASH_ALIGNED ? 4 * kDepth / FLASH_GROUP : 1;  // scales per load
+  Packed packed[kUnits];
+  FLASH_SCALE scales[kUnits][kTogether], biases[kUnits][kTogether];
+  const uint4* words[kUnits];
+  int group[kUnits];
+  int fetch_at = 0, fetch_entry, store_at = 0;
+
+  // The beginning of this thread's rows.
+  __device__ __forceinline__ void seek() {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      const int unit = threadIdx.x + kThreads * i;
-      packed[i].fetch(m, fetch_entry + unit % kColumns, fetch_at + 32 * (unit / kColumns));
+      const int r = min(fetch_entry + 16 * warp() + (lane() & 15) + kThreads / 2 * i, m.vocabulary - 1);
+      words[i] = reinterpret_cast<const uint4*>(m.weight) + size_t(r) * (m.columns * FLASH_BITS / 32 / 4);
+      group[i] = r * (m.columns / FLASH_GROUP);
     }
-    fetch_at += kDepth;
-    if (fetch_at >= m.columns) fetch_at = 0, fetch_entry += kColumns;
   }
 
-  __device__ __forceinline__ void store(uint32_t b) const {
+  __device__ __forceinline__ static void load(FLASH_SCALE (&to)[kTogether], const FLASH_SCALE* from) {
+    constexpr int bytes = kTogether * sizeof(FLASH_SCALE);
+    if constexpr (bytes % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < bytes / 16; ++i)
+        reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    } else if constexpr (bytes == 8) {
+      *reinterpret_cast<uint2*>(to) = __ldg(reinterpret_cast<const uint2*>(from));
+    } else if constexpr (kTogether == 2) {
+      *reinterpret_cast<uint32_t*>(to) = __ldg(reinterpret_cast<const uint32_t*>(from));
+    } else {
+      to[0] = *from;
+    }
+  }
+
+  __device__ __forceinline__ void fetch() {
+    const int column = min(fetch_at + 32 * (lane() >> 4), m.columns - 32);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      const int unit = threadIdx.x + kThreads * i;
-      packed[i].store(b, unit % kColumns, unit / kColumns);
+      packed[i].fetch(words[i] + column * FLASH_BITS / 32 / 4);
+      if (!FLASH_ALIGNED || (fetch_at & 3 * kDepth) == 0) {
+        const int at = group[i] + (FLASH_ALIGNED ? fetch_at : column) / FLASH_GROUP;
+        load(scales[i], m.scales + at), load(biases[i], m.biases + at);
+      }
     }
+    fetch_at += kDepth;
+    if (fetch_at >= m.columns) fetch_at = 0, fetch_entry += kColumns, seek();
+  }
+
+  __device__ __forceinline__ void store(uint32_t b) {
+    const int half = lane() >> 4;
+    const int wanted = FLASH_ALIGNED ? ((store_at & 3 * kDepth) + 32 * half) / FLASH_GROUP : 0;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      FLASH_SCALE s = scales[i][0], o = biases[i][0];
+#pragma unroll
+      for (int g = 1; g < kTogether; ++g) s = wanted == g ? scales[i][g] : s, o = wanted == g ? biases[i][g] : o;
+      packed[i].store(b, 16 * warp() + (lane() & 15) + kThreads / 2 * i, half, s, o);
+    }
+    store_at += kDepth;
   }
 #endif
 };
@@ -443,6 +486,7 @@ struct CoefficientTiles {
   int copied = 0, fetched = 0;
 #if FLASH_BITS
   Packed packed[kUnits];
+  FLASH_SCALE scales[kUnits], biases[kUnits];
 #endif
 
   __device__ __forceinline__ CoefficientTiles(
@@ -459,10 +503,8 @@ struct CoefficientTiles {
 #pragma unroll
     for (int i = 0; i < kDepth * kColumns / 8 / kThreads; ++i) {
       const int unit = threadIdx.x + kThreads * i, line = unit / (kColumns / 8), across = unit % (kColumns / 8);
-      const int r = entry + copied + row_at(line), c = column + 8 * across;
-      const bool valid = r < m.vocabulary && c < m.columns;
-      copy_async(chunk_address(b + (across >> 3) * 8192, line, across & 7),
-                 m.weight + (valid ? size_t(r) * m.columns + c : 0), valid);
+      const int r = min(entry + copied + row_at(line), m.vocabulary - 1), c = min(column + 8 * across, m.columns - 8);
+      copy_async(chunk_address(b + (across >> 3) * 8192, line, across & 7), m.weight + size_t(r) * m.columns + c, true);
     }
 #endif
     copied += kDepth;
@@ -470,16 +512,24 @@ struct CoefficientTiles {
 
 #if FLASH_BITS
   __device__ __forceinline__ void fetch() {
-    const int row = entry + fetched + row_at(threadIdx.x & 63);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) packed[i].fetch(m, row, column + 32 * ((threadIdx.x + kThreads * i) >> 6));
-    fetched += kDepth;
-  }
-  __device__ __forceinline__ void store(uint32_t b) const {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      const int across = (threadIdx.x + kThreads * i) >> 6;  // which 32 columns
-      packed[i].store(b + (across >> 1) * 8192, threadIdx.x & 63, across & 1);
+      const int square = warp() + kThreads / 32 * i;  // 16 rows, 64 columns
+      const int r = min(entry + fetched + row_at(16 * (square & 3) + (lane() & 15)), m.vocabulary - 1);
+      const int c = min(column + 64 * (square >> 2) + 32 * (lane() >> 4), m.columns - 32);
+      packed[i].fetch(reinterpret_cast<const uint4*>(m.weight) + size_t(r) * (m.columns * FLASH_BITS / 32 / 4) +
+                      c * FLASH_BITS / 32 / 4);
+      const int at = r * (m.columns / FLASH_GROUP) + c / FLASH_GROUP;
+      scales[i] = m.scales[at], biases[i] = m.biases[at];
+    }
+    fetched += kDepth;
+  }
+
+  __device__ __forceinline__ void store(uint32_t b) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int square = warp() + kThreads / 32 * i;
+      packed[i].store(b + (square >> 2) * 8192, 16 * (square & 3) + (lane() & 15), lane() >> 4, scales[i], biases[i]);
     }
   }
 #endif
@@ -489,8 +539,8 @@ struct CoefficientTiles {
 template <class Tiles, class Finish>
 __device__ __forceinline__ void multiply(
     Accumulator& d, Tiles& tiles, uint32_t shared, int count, int per_tile, Finish&& finish) {
-  auto a = [&](int step) { return shared + (step % kStages) * kBytesA; };
-  auto b = [&](int step) { return shared + kStages * kBytesA + (step % kStages) * kBytesB; };
+  auto a = [&](int step) { return shared + unsigned(step) % kStages * kBytesA; };
+  auto b = [&](int step) { return shared + kStages * kBytesA + unsigned(step) % kStages * kBytesB; };
   const int steps = count * per_tile;
 #pragma unroll
   for (int s = 0; s < kAhead; ++s) {
@@ -535,31 +585,45 @@ __device__ __forceinline__ void multiply(
 
 __device__ __forceinline__ uint32_t aligned_shared(const void* p) { return (shared_address(p) + 1023) & ~1023u; }
 
-// Logits from raw products, in place; vocabulary rows past the end become -infinity.
+// Logits from raw products, in place.
 __device__ __forceinline__ void logits_in_place(
     Accumulator& d, const float* bias, float scale, float softcap, int entry, int vocabulary) {
   const int first = entry + first_column() + 2 * (lane() & 3);
-  const bool whole = entry + kColumns <= vocabulary;
+#if FLASH_SOFTCAP
   const float to_power = 2.0f * kLog2E / softcap;
+#endif
 #pragma unroll
   for (int j = 0; j < kJ; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int column = first + 8 * j + e;
-      const bool valid = whole || column < vocabulary;
-      const float offset = FLASH_BIAS && valid ? bias[column] : 0.0f;
+#if FLASH_BIAS
+      const float offset = bias[min(first + 8 * j + e, vocabulary - 1)];
+#endif
 #pragma unroll
       for (int i = 0; i < kI; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float z = (d[i][j][2 * h + e] + offset) * scale;
-          if (FLASH_SOFTCAP) {
-            const float power = power_of_two(z * to_power);
-            z = softcap * (1.0f - __fdividef(2.0f, 1.0f + power));
-          }
-          d[i][j][2 * h + e] = valid ? z : __int_as_float(0xff800000);
+          float& z = d[i][j][2 * h + e];
+#if FLASH_BIAS
+          z += offset;
+#endif
+          z *= scale;
+#if FLASH_SOFTCAP
+          z = softcap * (1.0f - __fdividef(2.0f, 1.0f + power_of_two(z * to_power)));
+#endif
         }
     }
+  if (entry + kColumns > vocabulary) {  // entries past the end
+#pragma unroll
+    for (int j = 0; j < kJ; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int i = 0; i < kI; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if (first + 8 * j + e >= vocabulary) d[i][j][2 * h + e] = __int_as_float(0xff800000);
+  }
 }
 
 __device__ __forceinline__ int load_acquire(const int* p) {
@@ -669,14 +733,11 @@ int* const used = ready + steps * virtual_tiles;       // [steps, virtual_tiles]
 const float scale = scaling[0], softcap = scaling[1], inverse_softcap = 1.0f / softcap;
 
 Accumulator d;
-int next = 0;
-if (threadIdx.x == 0) next = atomicAdd(queue, 1);
 while (true) {
-  if (threadIdx.x == 0) drawn = next;
+  if (threadIdx.x == 0) drawn = atomicAdd(queue, 1);
   __syncthreads();
   int item = drawn;
   if (item >= all) break;
-  if (threadIdx.x == 0) next = atomicAdd(queue, 1);
 
   bool coefficient = true;
   int step = 0;
@@ -729,26 +790,29 @@ while (true) {
               uint4* const to = reinterpret_cast<uint4*>(
                   buffer + size_t(local) * width + (begin + tile - range_begin) * kColumns + first_column() +
                   8 * (lane() & 3));
+              const auto probability = [&](float z) { return power_of_two(fmaf(z, kLog2E, shift)); };
+              const auto slope = [&](float z) {
+                const float ratio = fmaxf(z, -softcap) * inverse_softcap;
+                return FLASH_SOFTCAP ? factor * (1.0f - ratio * ratio) : factor;
+              };
 #pragma unroll
               for (int g = 0; g < kJ / 4; ++g) {
                 uint32_t packed[4];
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
-                  const int j = 4 * g + q;
-                  float c[2];
-#pragma unroll
-                  for (int e = 0; e < 2; ++e) {
-                    const float z = d[i][j][2 * h + e];
-                    float x = factor * ((at == 8 * j + e ? 1.0f : 0.0f) - power_of_two(fmaf(z, kLog2E, shift)));
-                    if (FLASH_SOFTCAP) {
-                      const float ratio = fmaxf(z, -softcap) * inverse_softcap;
-                      x *= 1.0f - ratio * ratio;
-                    }
-                    c[e] = x;
-                  }
-                  packed[q] = pack(c[0], c[1]);
+                  const float low = d[i][4 * g + q][2 * h], high = d[i][4 * g + q][2 * h + 1];
+                  packed[q] = pack(-slope(low) * probability(low), -slope(high) * probability(high));
                 }
                 to[4 * g] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+              }
+              if (at >= 0 && at < 8 * kJ && (at & 7) < 2) {  // the target is one of this thread's columns
+                float z = 0.0f;
+#pragma unroll
+                for (int j = 0; j < kJ; ++j)
+#pragma unroll
+                  for (int e = 0; e < 2; ++e) z = at == 8 * j + e ? d[i][j][2 * h + e] : z;
+                reinterpret_cast<__nv_bfloat16*>(to + 4 * (at >> 5))[2 * ((at >> 3) & 3) + (at & 1)] =
+                    __float2bfloat16(slope(z) * (1.0f - probability(z)));
               }
             }
         });
