@@ -7,16 +7,16 @@ backward strategy.
 
 from __future__ import annotations
 
-from typing import Mapping, Sequence
+from typing import Callable, Hashable, Sequence
 
 import mlx.core as mx
 import numpy as np
 
+from mlxlab import backend
 from mlxlab.attention import CaptureKV, PrefixKV, StreamAttention
 from mlxlab.interfaces import (
     Backward,
     Block,
-    Constants,
     Example,
     Head,
     Layout,
@@ -26,15 +26,15 @@ from mlxlab.interfaces import (
     Params,
     Scores,
     StepResult,
-    Stream,
     StreamPlan,
     TokenLogps,
     Totals,
 )
 from mlxlab.lora import Lora
-from mlxlab.program import Carry, Chain, Program, Stage, evaluate, forward
+from mlxlab.program import Carry, Chain, Program, Stage, StreamConstants, evaluate, forward
 
 _HALVES = {"block": (None,), "half": (0, 1)}
+_DROPOUT = "dropout_key"
 
 
 class StepEngine:
@@ -51,6 +51,7 @@ class StepEngine:
     ):
         self.adapter, self.lora = adapter, lora
         self.method, self.head, self.backward, self.layout = method, head, backward, layout
+        self._compiled: dict[Hashable, Callable] = {}
 
     def step(self, batch: Sequence[Example], totals: Totals, key: mx.array | None = None) -> StepResult:
         """Evaluated loss, metrics and gradients of a micro-batch, as shares of an update with `totals`.
@@ -93,53 +94,54 @@ class StepEngine:
                 rows.append(_take(hidden.reshape(-1, hidden.shape[-1]), index))
             return mx.concatenate(rows)
 
-        def score(hidden: mx.array, start: int) -> mx.array:
-            return self.head(hidden, targets[start : start + hidden.shape[0]], weights)
-
         def loss(logps: mx.array) -> tuple[mx.array, Metrics]:
             return self.method.loss(_scores(plan, positions, logps, totals), reference)
 
-        rows = targets.shape[0]
-        return Program(chains, gather, score, rows, self.head.rows_per_call(rows), loss)
+        return Program(
+            chains=chains,
+            gather=gather,
+            score=lambda hidden, targets: self.head(hidden, targets, weights),
+            targets=targets,
+            rows_per_call=self.head.rows_per_call(targets.shape[0]),
+            loss=loss,
+            linear=self.method.linear,
+            compile=self._compile,
+        )
 
     def _chain(self, plan: StreamPlan, group: Sequence[str], key: mx.array | None) -> Chain:
         streams = {name: plan.streams[name] for name in group}
         start: Carry = {}
-        constants: dict[str, Constants] = {}
-        for name, stream in streams.items():
-            start[name], constants[name] = evaluate(self.adapter.embed(mx.array(stream.ids)))
-        order = {name: number for number, name in enumerate(plan.streams)}
-        keys = {name: None if key is None else mx.random.split(key, len(order))[order[name]] for name in group}
+        constants: StreamConstants = {}
+        for number, (name, stream) in enumerate(plan.streams.items()):
+            if name in streams:
+                start[name], constants[name] = evaluate(self.adapter.embed(mx.array(stream.ids)))
+                if key is not None:
+                    constants[name][_DROPOUT] = mx.random.split(key, len(plan.streams))[number]
+        # what a stage does depends on lengths and parents only, so that batches of one shape share compiled stages
+        signature = tuple((name, stream.ids.shape[1], stream.parent) for name, stream in streams.items())
         stages = [
-            self._stage(block, half, streams, constants, keys)
+            self._stage(block, half, signature)
             for block in self.adapter.blocks()
             for half in _HALVES[self.backward.granularity_of_stages]
         ]
-        return Chain(start, stages)
+        return Chain(start, constants, stages)
 
-    def _stage(
-        self,
-        block: Block,
-        half: int | None,
-        streams: Mapping[str, Stream],
-        constants: Mapping[str, Constants],
-        keys: Mapping[str, mx.array | None],
-    ) -> Stage:
-        has_children = {stream.parent for stream in streams.values()}
+    def _stage(self, block: Block, half: int | None, signature: tuple[tuple[str, int, str | None], ...]) -> Stage:
+        lengths = {name: length for name, length, _ in signature}
+        has_children = {parent for _, _, parent in signature}
 
-        def function(params: Params, carry: Carry) -> Carry:
+        def function(params: Params, carry: Carry, constants: StreamConstants) -> Carry:
             out: Carry = {}
             captured = {}
-            for name, stream in streams.items():
+            for name, length, parent in signature:
                 cache, offset = None, 0
                 if name in has_children:
                     cache = CaptureKV()
-                elif stream.parent is not None:
-                    offset = streams[stream.parent].ids.shape[1]
+                elif parent is not None:
                     # a half without attention, or a block that reads another block's keys, captures nothing
-                    cache = PrefixKV(captured.get(stream.parent), offset)
-                attention = StreamAttention(stream.ids.shape[1], offset, cache)
-                with self.lora.bound(params, keys[name]):
+                    cache, offset = PrefixKV(captured.get(parent), lengths[parent]), lengths[parent]
+                attention = StreamAttention(length, offset, cache)
+                with self.lora.bound(params, constants[name].get(_DROPOUT)):
                     if half is None:
                         out[name] = self.adapter.run(block, carry[name], constants[name], attention)
                     else:
@@ -148,7 +150,15 @@ class StepEngine:
                     captured[name] = cache.captured
             return out
 
-        return Stage(self.lora.names_under(block.path), function)
+        return Stage((signature, block.index, half), self.lora.names_under(block.path), function)
+
+    def _compile(self, key: Hashable, function: Callable) -> Callable:
+        """Compiled functions, kept with the engine. Fusing pays on a GPU; MLX's CPU code gains nothing from it."""
+        if backend.device() == "cpu":
+            return function
+        if key not in self._compiled:
+            self._compiled[key] = mx.compile(function)
+        return self._compiled[key]
 
 
 def _row_order(plan: StreamPlan) -> tuple[dict[str, np.ndarray], list[np.ndarray], np.ndarray]:

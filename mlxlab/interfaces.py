@@ -234,6 +234,7 @@ class Method(Component):
     records: ClassVar[str]  # kind of data: "completion" or "preference"
     branches: ClassVar[tuple[str, ...]]
     needs_reference: ClassVar[bool] = False  # also scores the batch with LoRA off
+    linear: ClassVar[bool] = False  # the loss is linear in the log-probabilities: its gradient is known in advance
     learning_rate: ClassVar[float]  # default peak learning rate with LoRA
 
     @abstractmethod

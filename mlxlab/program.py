@@ -16,14 +16,15 @@ A backward strategy is a way to run this line and to go back along it. Rules tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Hashable, Sequence
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from mlxlab.interfaces import Metrics, Params, State
+from mlxlab.interfaces import Constants, Metrics, Params, State
 
 Carry = dict[str, State]  # stream name -> state
+StreamConstants = dict[str, Constants]  # stream name -> constants
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,14 @@ class Stage:
     """A block (or half of one) applied to the streams of one group.
 
     Args:
+        key: equal for stages that do the same with arrays of other values or rows; identifies compiled forms.
         parameters: names of the trainable leaves that it reads.
-        function: (parameters, carry) -> carry; pure.
+        function: (parameters, carry, constants) -> carry; pure.
     """
 
+    key: Hashable
     parameters: tuple[str, ...]
-    function: Callable[[Params, Carry], Carry]
-
-    def __call__(self, params: Params, carry: Carry) -> Carry:
-        return self.function({name: params[name] for name in self.parameters}, carry)
+    function: Callable[[Params, Carry, StreamConstants], Carry]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Chain:
     """One group of streams from its embeddings through all stages."""
 
     start: Carry
+    constants: StreamConstants
     stages: Sequence[Stage]
 
 
@@ -57,27 +58,39 @@ class Program:
     Args:
         chains: independent groups.
         gather: end carries of all chains -> final-normed hidden rows [M, H].
-        score: (hidden rows [start:stop], start) -> log-probabilities of those rows, float32; calls the head.
-        rows: M.
+        score: (hidden rows [m, H], their targets [m]) -> log-probabilities, float32 [m]; the head.
+        targets: of all rows, int32 [M].
         rows_per_call: how many rows to pass to `score` when evaluating piece by piece.
         loss: log-probabilities [M] -> (loss, metrics).
+        linear: the gradient of `loss` does not depend on the log-probabilities.
+        compile: (key, function) -> a compiled form of the function where that pays; equal keys share one.
     """
 
     chains: Sequence[Chain]
     gather: Callable[[Sequence[Carry]], mx.array]
-    score: Callable[[mx.array, int], mx.array]
-    rows: int
+    score: Callable[[mx.array, mx.array], mx.array]
+    targets: mx.array
     rows_per_call: int
     loss: Callable[[mx.array], tuple[mx.array, Metrics]]
+    linear: bool = False
+    compile: Callable[[Hashable, Callable], Callable] = lambda key, function: function
 
     def pieces(self) -> list[slice]:
         """Ranges of rows, each small enough for one call of the head."""
-        return [slice(i, min(i + self.rows_per_call, self.rows)) for i in range(0, self.rows, self.rows_per_call)]
+        rows = self.targets.shape[0]
+        return [slice(i, min(i + self.rows_per_call, rows)) for i in range(0, rows, self.rows_per_call)]
 
 
-def run(stages: Sequence[Stage], params: Params, carry: Carry) -> Carry:
+def parameters_of(stages: Sequence[Stage], params: Params) -> Params:
+    """The leaves that some stages read."""
+    names = dict.fromkeys(name for stage in stages for name in stage.parameters)
+    return {name: params[name] for name in names}
+
+
+def run(stages: Sequence[Stage], params: Params, carry: Carry, constants: StreamConstants) -> Carry:
+    """Carry after some stages."""
     for stage in stages:
-        carry = stage(params, carry)
+        carry = stage.function({name: params[name] for name in stage.parameters}, carry, constants)
     return carry
 
 
@@ -93,29 +106,38 @@ def forward(program: Program, params: Params) -> mx.array:
     for chain in program.chains:
         carry = chain.start
         for stage in chain.stages:
-            carry = evaluate(stage(params, carry))
+            carry = evaluate(run([stage], params, carry, chain.constants))
         ends.append(carry)
     hidden = evaluate(program.gather(ends))
     del ends, carry
-    logps = [evaluate(program.score(hidden[piece], piece.start)) for piece in program.pieces()]
-    return mx.concatenate(logps)
+    return mx.concatenate([evaluate(program.score(hidden[p], program.targets[p])) for p in program.pieces()])
 
 
 def through_head(program: Program, hidden: mx.array) -> tuple[mx.array, Metrics, mx.array]:
     """Loss, metrics and the gradient at the hidden rows [M, H], with at most one piece of logits alive at a time.
 
-    Every piece is evaluated before the next is built: inside one lazy graph a GPU would run ahead and keep them all.
+    Every piece is evaluated before the next is built: inside one lazy graph a device that runs behind the host would
+    keep them all. Where the gradient of the loss is known in advance, one visit of each piece gives both.
     """
-    pieces = program.pieces()
-    logps = [evaluate(program.score(hidden[piece], piece.start)) for piece in pieces]
-    (loss, metrics), cotangent = mx.value_and_grad(program.loss)(mx.concatenate(logps))
-    evaluate([loss, metrics, cotangent])
-    gradients = []
-    for piece in pieces:
-        start = piece.start
-        _, gradient = mx.vjp(lambda h, start=start: program.score(h, start), [hidden[piece]], [cotangent[piece]])
-        gradients.append(evaluate(gradient[0]))
-    return loss, metrics, mx.concatenate(gradients)
+    pieces, targets = program.pieces(), program.targets
+    value_and_cotangent = mx.value_and_grad(program.loss)
+
+    def both(hidden, targets, cotangent):
+        logp, gradient = mx.vjp(lambda h: program.score(h, targets), [hidden], [cotangent])
+        return logp[0], gradient[0]
+
+    both = program.compile("score and gradient", both)
+    if program.linear:
+        _, cotangent = value_and_cotangent(mx.zeros(targets.shape, mx.float32))
+        visits = [evaluate(both(hidden[p], targets[p], cotangent[p])) for p in pieces]
+        logps, gradients = zip(*visits)
+        loss, metrics = program.loss(mx.concatenate(logps))
+    else:
+        score = program.compile("score", program.score)
+        logps = [evaluate(score(hidden[p], targets[p])) for p in pieces]
+        (loss, metrics), cotangent = evaluate(value_and_cotangent(mx.concatenate(logps)))
+        gradients = [evaluate(both(hidden[p], targets[p], cotangent[p])[1]) for p in pieces]
+    return evaluate((loss, metrics, mx.concatenate(gradients)))
 
 
 def leaves(tree) -> list[mx.array]:

@@ -105,8 +105,8 @@ def test_bounded_heads_never_hold_all_logits(head):
     mx.eval(hidden, targets, weights.matrix.weight)
 
     def peak(head):
-        score = lambda h, start: head(h, targets[start : start + len(h)], weights)
-        program = Program([], None, score, rows, head.rows_per_call(rows), lambda logps: (logps.sum(), {}))
+        score = lambda h, t: head(h, t, weights)
+        program = Program([], None, score, targets, head.rows_per_call(rows), lambda logps: (logps.sum(), {}))
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()

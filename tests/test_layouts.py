@@ -62,6 +62,7 @@ def test_sharing_scores_exactly_what_separate_streams_score(batch):
 def test_cost_of_a_shared_prompt():
     prompt, batch = list(range(1, 513)), []
     batch.append(pair(prompt, [1] + [600] * 63, [2] + [601] * 79))
+    assert PrefixShared().plan(batch, SPANS).streams["shared_0"].ids.shape == (1, 512)
     assert Separate().plan(batch, SPANS).tokens == (512 + 63) + (512 + 79)
     assert PrefixShared().plan(batch, SPANS).tokens == 512 + 63 + 79
 
@@ -82,3 +83,21 @@ def test_padding_is_never_scored():
     assert plan.streams["completion"].ids.shape == (3, 29)
     assert [list(span.target[span.row == r]) for r in (0, 1)] == [[9, 10, 11], [26, 27, 28]]
     assert plan.tokens == 8 + 8 + 29
+
+
+def test_long_streams_have_few_lengths():
+    """At least 1/17 of a stream is real, and attention kernels get multiples of 64."""
+    lengths = set()
+    for tokens in range(512, 16384):
+        batch = [Example({"completion": TokenSequence(np.zeros(tokens + 1, np.int32), np.ones(tokens + 1, bool))})]
+        width = Separate().plan(batch, {"completion": frozenset()}).streams["completion"].ids.shape[1]
+        assert width % 64 == 0 and tokens <= width <= tokens * 17 / 16 + 64
+        lengths.add(width)
+    assert len(lengths) <= 16 * 5 + 1
+
+
+def test_the_shared_part_of_a_long_prompt_has_a_good_length():
+    batch = [pair(list(range(1000)), [1] * 5, [2] * 5)]
+    plan = PrefixShared().plan(batch, SPANS)
+    assert plan.streams["shared_0"].ids.shape == (1, 960)
+    assert scored(plan) == scored(Separate().plan(batch, SPANS))

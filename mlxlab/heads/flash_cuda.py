@@ -30,7 +30,10 @@ from mlxlab.heads.weights import HeadWeights
 
 _FORWARD_BLOCKS = 1024  # as many as fill a large GPU several times over
 _BACKWARD_BLOCKS = 256  # they draw from a queue: more than are resident do no harm
-_ROW_TILES, _RANGE_TILES, _TILES_PER_ITEM = 11, 16, 2  # of the backward kernel: rows, vocabulary, vocabulary per item
+_SCRATCH_BYTES = 50 * 2**20  # of the backward kernel
+_RANGE_TILES = 16  # vocabulary tiles of a range, at most
+# Pieces of work between one and what waits for it. Somewhat more than an H200 has multiprocessors, so that none waits.
+_DISTANCE = 176
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -148,23 +151,34 @@ class Plan:
     range_tiles: int  # vocabulary tiles of a range
     ranges: int  # of a part
     column_tiles: int
+    tiles_per_item: int  # vocabulary tiles of a piece of work
 
     @classmethod
     def of(cls, rows: int, columns: int, vocabulary: int, options: source.Options) -> Plan:
         row_tiles, tiles = _ceil(rows, options.rows), _ceil(vocabulary, options.columns)
-        chunks = _ceil(row_tiles, _ROW_TILES)
+        column_tiles = _ceil(columns, options.columns)
+        tiles_per_item = 2 if column_tiles >= 6 else 1
+        wanted = min(12, _ceil(_DISTANCE, _RANGE_TILES // tiles_per_item + column_tiles))  # virtual tiles
+        chunks = max(1, round(row_tiles / wanted))
         per_chunk = _ceil(row_tiles, chunks)
-        per_part = _ceil(tiles, min(tiles, _ROW_TILES // per_chunk))
-        ranges = _ceil(per_part, _RANGE_TILES)
+        parts = min(tiles, max(1, (wanted + per_chunk // 2) // per_chunk)) if chunks == 1 else 1
+        per_part = _ceil(tiles, parts)
+        parts = _ceil(tiles, per_part)
+        virtual = parts * per_chunk
+        accumulators = 4 * virtual * options.rows * column_tiles * options.columns
+        left = _SCRATCH_BYTES - accumulators * (1 if parts == 1 else 2)
+        range_tiles = left // (2 * source.RANGES_IN_FLIGHT * virtual * options.rows * options.columns)
+        ranges = _ceil(per_part, min(_RANGE_TILES, max(range_tiles, 4)))
         return cls(
             options=options,
-            parts=_ceil(tiles, per_part),
+            parts=parts,
             vocabulary_tiles_per_part=per_part,
             row_tiles=per_chunk,
             chunks=chunks,
             range_tiles=_ceil(per_part, ranges),
             ranges=ranges,
-            column_tiles=_ceil(columns, options.columns),
+            column_tiles=column_tiles,
+            tiles_per_item=tiles_per_item,
         )
 
     @property
@@ -177,7 +191,7 @@ class Plan:
 
     @property
     def items(self) -> int:
-        return self.steps * self.virtual_tiles * (_ceil(self.range_tiles, _TILES_PER_ITEM) + self.column_tiles)
+        return self.steps * self.virtual_tiles * (_ceil(self.range_tiles, self.tiles_per_item) + self.column_tiles)
 
     @property
     def coefficients(self) -> tuple[int, ...]:
@@ -193,10 +207,11 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
+        """Of the coefficients and gradients of the ranges in flight."""
         return 2 * _product(self.coefficients) + 4 * _product(self.partial)
 
     def parameters(self, rows: int, columns: int, vocabulary: int) -> dict[str, int]:
-        values = {"rows": rows, "vocabulary": vocabulary, "columns": columns, "tiles_per_item": _TILES_PER_ITEM}
+        values = {"rows": rows, "vocabulary": vocabulary, "columns": columns}
         return values | {name: getattr(self, name) for name in source.PARAMETERS if name not in values}
 
 
@@ -219,12 +234,12 @@ def _options(weights: HeadWeights) -> source.Options:
     # Shared memory of a block: 227 KiB on 9.0, 10.x and 11.x, 163 KiB on 8.0 and 8.7, 99 KiB elsewhere.
     stages = 4 if capability[0] in (9, 10, 11) else 3 if capability in ((8, 0), (8, 7)) else 2
     options = {"softcap": weights.softcap is not None, "bias": weights.bias is not None}
-    options |= {"aligned": matrix.shape[1] % 256 == 0}
     options |= {"wgmma": wgmma, "stages": stages}
     if not matrix.quantized:
         return source.Options(bits=0, **options)
     scale_type = str(matrix.scales.dtype).removeprefix("mlx.core.")
-    return source.Options(matrix.bits, matrix.group_size, scale_type, **options)
+    aligned = matrix.shape[1] % 256 == 0
+    return source.Options(matrix.bits, matrix.group_size, scale_type, aligned=aligned, **options)
 
 
 def _launch(
@@ -250,8 +265,7 @@ def _launch(
         # A softcap of 1 stands for none: it is read but not used.
         "scaling": mx.array([weights.scale, weights.softcap or 1.0], mx.float32),
     }
-    kernel = _kernel(kind, options, tuple(inputs), tuple(outputs))
-    return kernel(
+    return _kernel(kind, options, tuple(inputs), tuple(outputs))(
         inputs=list(inputs.values()),
         grid=(options.threads * blocks[0], blocks[1], 1),
         threadgroup=(options.threads, 1, 1),

@@ -562,15 +562,19 @@ __device__ __forceinline__ void multiply(
       __syncthreads();
 #if FLASH_WGMMA
       product<Tiles::transposed>(d, a(t), b(t), k > 0);
+#if FLASH_BITS
+      if (t + 1 < steps) tiles.store(b(t + 1));
+      if (t + 2 < steps) tiles.fetch();
+#endif
 #endif
       if (t + kAhead < steps) tiles.copy(a(t + kAhead), b(t + kAhead));
       asm volatile("cp.async.commit_group;\n" ::: "memory");
 #if !FLASH_WGMMA
       product<Tiles::transposed>(d, a(t), b(t), k > 0);
-#endif
 #if FLASH_BITS
       if (t + 1 < steps) tiles.store(b(t + 1));
       if (t + 2 < steps) tiles.fetch();
+#endif
 #endif
 #if FLASH_WGMMA
       wait_product<1>(d);

@@ -29,6 +29,7 @@ class Sft(Method):
 
     records: ClassVar[str] = "completion"
     branches: ClassVar[tuple[str, ...]] = ("completion",)
+    linear: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 2e-4
 
     def __post_init__(self) -> None:

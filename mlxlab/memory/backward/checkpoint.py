@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Iterable
 
 import mlx.core as mx
@@ -50,10 +51,12 @@ class Checkpoint(Backward):
             for chain in program.chains:
                 carry = chain.start
                 for stage in chain.stages:
-                    # the wrapper lives for this call only: nothing is patched, nothing piles up between runs
-                    carry = mx.checkpoint(stage.function)({name: params[name] for name in stage.parameters}, carry)
+                    # The wrapper lives for this call only: nothing is patched, nothing piles up between runs.
+                    # Constants are captured: integers cannot be inputs of a checkpoint.
+                    function = partial(stage.function, constants=chain.constants)
+                    carry = mx.checkpoint(function)({name: params[name] for name in stage.parameters}, carry)
                 ends.append(carry)
-            return program.loss(program.score(program.gather(ends), 0))
+            return program.loss(program.score(program.gather(ends), program.targets))
 
         (loss, metrics), grads = mx.value_and_grad(whole)(params)
         mx.eval(loss, metrics, grads)

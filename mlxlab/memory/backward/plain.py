@@ -16,9 +16,8 @@ class Plain(Backward):
 
     def __call__(self, program: Program, params: Params) -> StepResult:
         def whole(params):
-            ends = [run(chain.stages, params, chain.start) for chain in program.chains]
-            hidden = program.gather(ends)
-            return program.loss(program.score(hidden, 0))
+            ends = [run(chain.stages, params, chain.start, chain.constants) for chain in program.chains]
+            return program.loss(program.score(program.gather(ends), program.targets))
 
         (loss, metrics), grads = mx.value_and_grad(whole)(params)
         mx.eval(loss, metrics, grads)

@@ -8,12 +8,24 @@ where the device runs behind the host. One extra forward pass in total, whatever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Sequence
 
 import mlx.core as mx
 
 from mlxlab.interfaces import Backward, Params, StepResult
-from mlxlab.program import Carry, Program, Stage, evaluate, leaves, refill, run, through_head
+from mlxlab.program import (
+    Carry,
+    Program,
+    Stage,
+    StreamConstants,
+    evaluate,
+    leaves,
+    parameters_of,
+    refill,
+    run,
+    through_head,
+)
 
 
 @dataclass(frozen=True)
@@ -33,42 +45,61 @@ class Segmented(Backward):
     def __call__(self, program: Program, params: Params) -> StepResult:
         walks = []
         for chain in program.chains:
-            segments = [
-                chain.stages[i : i + self.segment_layers] for i in range(0, len(chain.stages), self.segment_layers)
-            ]
+            size = self.segment_layers
+            segments = [_Segment(chain.stages[i : i + size], program) for i in range(0, len(chain.stages), size)]
             edges = [chain.start]
             for segment in segments:
-                edges.append(evaluate(run(segment, params, edges[-1])))
+                edges.append(evaluate(segment.forward(params, edges[-1], chain.constants)))
             walks.append((segments, edges))
 
         ends = [edges.pop() for _, edges in walks]
-        hidden = evaluate(program.gather(ends))
-        loss, metrics, gradient = through_head(program, hidden)
-        del hidden
-        form = list(ends)
-        _, cotangents = mx.vjp(lambda *flat: program.gather(refill(form, flat)), leaves(ends), [gradient])
-        cotangents = refill(form, evaluate(cotangents))
-        del ends, form, gradient
+        loss, metrics, gradient = through_head(program, evaluate(program.gather(ends)))
+        cotangents = _through_gather(program, ends, gradient)
+        del ends, gradient
 
         grads: Params = {}
-        for (segments, edges), cotangent in zip(walks, cotangents):
+        for chain, (segments, edges), cotangent in zip(program.chains, walks, cotangents):
             while segments:
                 # lists are popped, not indexed: an edge must be gone when the next segment runs
-                segment_grads, cotangent = _backward(segments.pop(), params, edges.pop(), cotangent)
+                segment_grads, cotangent = evaluate(
+                    segments.pop().backward(params, edges.pop(), cotangent, chain.constants)
+                )
                 for name, value in segment_grads.items():
                     grads[name] = grads[name] + value if name in grads else value
                 mx.eval(grads)
         return StepResult(loss, metrics, {name: grads[name] for name in params})
 
 
-def _backward(segment: Sequence[Stage], params: Params, edge: Carry, cotangent: Carry) -> tuple[Params, Carry]:
-    """Gradients of the segment's parameters, and the cotangent at its lower edge."""
-    names = sorted({name for stage in segment for name in stage.parameters})
+class _Segment:
+    """Some stages in a row, forward and backward, compiled where that pays."""
 
-    def function(*flat):
-        carry = refill(edge, flat[len(names) :])
-        return leaves(run(segment, dict(zip(names, flat)), carry))
+    def __init__(self, stages: Sequence[Stage], program: Program):
+        self._stages = stages
+        key = tuple(stage.key for stage in stages)
+        self._run = program.compile(("forward", key), partial(run, stages))
+        self._vjp = program.compile(("backward", key), self._gradients)
 
-    _, results = mx.vjp(function, [params[name] for name in names] + leaves(edge), leaves(cotangent))
-    evaluate(results)
-    return dict(zip(names, results)), refill(edge, results[len(names) :])
+    def forward(self, params: Params, carry: Carry, constants: StreamConstants) -> Carry:
+        return self._run(parameters_of(self._stages, params), carry, constants)
+
+    def backward(
+        self, params: Params, edge: Carry, cotangent: Carry, constants: StreamConstants
+    ) -> tuple[Params, Carry]:
+        """Gradients of the segment's parameters, and the cotangent at its lower edge."""
+        return self._vjp(parameters_of(self._stages, params), edge, cotangent, constants)
+
+    def _gradients(self, params, edge, cotangent, constants):
+        names = list(params)
+
+        def function(*flat):
+            carry = refill(edge, flat[len(names) :])
+            return leaves(run(self._stages, dict(zip(names, flat)), carry, constants))
+
+        _, results = mx.vjp(function, [*params.values(), *leaves(edge)], leaves(cotangent))
+        return dict(zip(names, results)), refill(edge, results[len(names) :])
+
+
+def _through_gather(program: Program, ends: Sequence[Carry], gradient: mx.array) -> list[Carry]:
+    """Gradient at the scored rows -> gradient at the ends of the chains."""
+    _, cotangents = mx.vjp(lambda *flat: program.gather(refill(ends, flat)), leaves(ends), [gradient])
+    return refill(ends, evaluate(cotangents))

@@ -16,7 +16,7 @@ from typing import Iterable, Mapping, Sequence
 import numpy as np
 
 from mlxlab.interfaces import Example, Layout, Problem, Setup, Stream, StreamPlan
-from mlxlab.memory.layouts.rows import pad, span_rows
+from mlxlab.memory.layouts.rows import multiple, pad, span_rows
 
 _TOLERATED = 1.25  # a row joins a group if its common part is at most this much longer than the group's
 
@@ -55,7 +55,8 @@ class PrefixShared(Layout):
         shared_of: dict[int, tuple[str, int]] = {}
         suffix = {}
         for number, rows in enumerate(groups):
-            shared = common[rows[0]]
+            # the shared part cannot be padded, so it is cut to a good length and the rest goes through the branches
+            shared = common[rows[0]] // multiple(common[rows[0]]) * multiple(common[rows[0]])
             parent = f"shared_{number}" if shared else None
             members = []
             if shared:
