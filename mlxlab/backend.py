@@ -24,8 +24,7 @@ _dependencies: list[ctypes.CDLL] = []
 def prepare() -> None:
     """Load a fast BLAS for MLX's CPU backend on Linux; does nothing elsewhere. Call before `mlx.core` is imported.
 
-    `MLXLAB_BLAS` names a library with plain `cblas_sgemm` symbols to use, or is `off`. OpenBLAS gets half the cores
-    unless `OPENBLAS_NUM_THREADS` says otherwise.
+    `MLXLAB_BLAS` names a library with plain `cblas_sgemm` symbols to use, or is `off`.
     """
     global _blas
     wanted = os.environ.get("MLXLAB_BLAS", "")
@@ -35,9 +34,6 @@ def prepare() -> None:
     if mlx_cpu is None:
         return  # CUDA, or a build with a BLAS of its own
     for path in filter(None, [wanted, _distribution_file("cmeel-openblas", "libopenblas.so"), _system_openblas()]):
-        # MLX computes everything else in one thread. More BLAS threads than cores to spare wait for one another: on a
-        # busy machine with 2 cores, 2 threads were 6 to 10 times slower than 1.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
         try:
             library = _load(str(path), mlx_cpu.parent)
         except OSError as error:
@@ -49,6 +45,22 @@ def prepare() -> None:
         _handles.append(library)
         _blas = f"OpenBLAS ({path})"
         return
+
+
+def tune() -> None:
+    """Give OpenBLAS all cores or half of them, whichever is faster now; takes some hundredths of a second.
+
+    On an idle machine all are. On a busy one the threads wait for one another: with 2 cores and other work, 2 threads
+    were 6 to 10 times slower than 1. `OPENBLAS_NUM_THREADS` fixes the number instead.
+    """
+    if not _handles or "OPENBLAS_NUM_THREADS" in os.environ or not hasattr(_handles[0], "openblas_set_num_threads"):
+        return
+    cores = len(os.sched_getaffinity(0))
+    speed = {}
+    for threads in {cores, max(1, cores // 2)}:
+        _handles[0].openblas_set_num_threads(threads)
+        speed[threads] = _gflops()
+    _handles[0].openblas_set_num_threads(max(speed, key=speed.get))
 
 
 def device() -> str:
@@ -80,6 +92,7 @@ def describe() -> str:
     if device() != "cpu":
         return f"{device()}: {name}, MLX {metadata.version('mlx')}"
     remedy = "" if _handles or sys.platform != "linux" else "; `pip install cmeel-openblas` makes it many times faster"
+    tune()
     return f"cpu: {name}, MLX {metadata.version('mlx')}, {_blas}, {_gflops():.0f} GFLOP/s in float32{remedy}"
 
 

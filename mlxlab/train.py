@@ -128,6 +128,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
                 record = {**window.report(), "learning_rate": rate, **_memory()}
                 log.write("train", step=step, **record)
                 reporter.values("train", step, total, record)
+                backend.tune()  # the load of the machine may have changed
             if valid and (step == total or train.validate_every and step % train.validate_every == 0):
                 validate(step)
             if train.checkpoint_every and step % train.checkpoint_every == 0:

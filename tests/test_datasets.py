@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-COUNTS = {"everyday": {"train": 256, "valid": 48}, "shouting": {"train": 32, "valid": 16}}
+COUNTS = {"everyday": {"train": 200, "valid": 40}, "shouting": {"train": 32, "valid": 16}}
 KEYS = {"preference": ["prompt", "chosen", "rejected"], "completion": ["prompt", "completion"]}
 FILES = [(name, kind, split) for name in COUNTS for kind in KEYS for split in ("train", "valid")]
 SPLITS = [(name, split) for name in COUNTS for split in ("train", "valid")]

@@ -17,6 +17,7 @@ from mlxlab.heads.weights import HeadWeights
 from mlxlab.linear import FrozenMatrix
 
 SCALE_TYPES = ("bfloat16", "float16", "float32")
+FORMATS = list(itertools.product((4, 8), (32, 64, 128)))  # bits, group size
 
 
 def quantized(bits=4, group_size=64, columns=256, dtype=mx.bfloat16, **changes):
@@ -40,7 +41,7 @@ def gpu(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("bits, group_size", itertools.product((4, 8), (32, 64, 128)))
+@pytest.mark.parametrize("bits, group_size", FORMATS)
 def test_supports_affine_quantization(gpu, bits, group_size):
     gpu()
     assert flash_cuda.supports(mx.bfloat16, quantized(bits, group_size)) is None
@@ -162,7 +163,7 @@ def unpack_as_the_kernel_does(words: np.ndarray, bits: int) -> np.ndarray:
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-@pytest.mark.parametrize("bits, group_size", itertools.product((4, 8), (32, 64, 128)))
+@pytest.mark.parametrize("bits, group_size", FORMATS)
 def test_packing_is_little_endian(bits, group_size):
     weight = mx.random.normal((6, 256), key=mx.random.key(1))
     packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits)

@@ -6,11 +6,15 @@ Gimelshein, 2018); the partial results of all parts are merged in array operatio
 Backward: one kernel with two kinds of work in one queue. Accumulators for all H columns do not fit one block, and slabs
 of H would recompute the logits once per slab. So one kind recomputes a tile of logits and writes its coefficients, the
 gradient at h W^T, to a scratch array in bfloat16; the other adds coefficients W to the gradient, in float32, once per
-range of the vocabulary. Three ranges are in flight, so that no block waits, and chunks of rows follow one another in the
-same queue, so that scratch memory does not grow with M or V. The order of all additions is fixed: the result is
+range of the vocabulary. Three ranges are in flight, so that no block waits, and chunks of rows follow one another in
+the same queue, so that scratch memory does not grow with M or V. The order of all additions is fixed: the result is
 deterministic. Being one operation, it bounds its memory inside a lazy graph too, where separate operations over ranges
 would keep all their temporaries until the GPU catches up. Handing the second product to cuBLAS was the alternative; it
-needs the expanded range of W and one gradient array per range in device memory, and an evaluation per range to free them.
+needs the expanded range of W and a gradient array per range in device memory, and an evaluation per range to free them.
+
+Measured on an H200 (MLX 0.32.4, M 8192, H 1536, V 130560, 4 bits in groups of 64, forward and backward): 22 ms with
+53 MiB beside the result; expanding the head once and multiplying in chunks of 2048 rows takes 44 ms in plain array
+operations and 24 ms in compiled ones, with 3 to 4 GiB.
 
 Weights are dequantized on their way into shared memory. Products run on the tensor cores in bfloat16 with float32
 accumulators: `wgmma` on sm_90, `mma.sync` elsewhere from sm_80 on.

@@ -114,7 +114,7 @@ def name(kind: str, options: Options) -> str:
 
 
 def _wgmma(columns: int, transposed: int) -> str:
-    """A product [64, 16] x [16, columns] of a warp group, operands in shared memory; `transposed`: B runs along columns."""
+    """A product [64, 16] x [16, columns] of a warp group, from shared memory; `transposed`: B runs along columns."""
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count))
@@ -136,7 +136,8 @@ _HEADER = r"""
 
 namespace flash {
 
-constexpr int kRows = FLASH_ROWS, kColumns = FLASH_COLUMNS, kThreads = FLASH_THREADS, kStages = FLASH_STAGES, kDepth = 64;
+constexpr int kRows = FLASH_ROWS, kColumns = FLASH_COLUMNS, kDepth = 64;
+constexpr int kThreads = FLASH_THREADS, kStages = FLASH_STAGES;
 constexpr int kInFlight = FLASH_IN_FLIGHT;
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 // Copies run ahead of the products by this many stages. A warp-group product may still run one stage behind.
