@@ -64,7 +64,7 @@ def tune() -> None:
 
 
 def device() -> str:
-    """"metal", "cuda" or "cpu": where MLX computes by default."""
+    """ "metal", "cuda" or "cpu": where MLX computes by default."""
     import mlx.core as mx
 
     if mx.default_device() == mx.Device(mx.cpu):

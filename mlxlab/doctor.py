@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 def check() -> bool:
     """Gradients of tiny models, 8-bit weights, under every strategy and head against the plain ones; prints the worst."""
     from mlxlab import backend
+    from mlxlab.heads import flash_check
     from mlxlab.heads.chunked import Chunked
     from mlxlab.heads.flash import Flash
     from mlxlab.heads.fused import Fused
@@ -63,5 +64,7 @@ def check() -> bool:
             verdict = "ok" if worst < tolerance else "FAILED"
             passed &= worst < tolerance
             print(f"{verdict:<7} {family.__name__:<7} {backward!r} {layout!r}: gradient difference {worst:.1e}")
+    for line in flash_check.status():
+        print(line)
     print(f"tolerance {tolerance:.0e} on {backend.device()}: {'all checks passed' if passed else 'SOME CHECKS FAILED'}")
     return passed

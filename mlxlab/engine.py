@@ -78,9 +78,7 @@ class StepEngine:
             logps = forward(program, self.lora.params())
         return _scores(plan, _row_order(plan)[1], logps, totals)
 
-    def _program(
-        self, plan: StreamPlan, totals: Totals, reference: Scores | None, key: mx.array | None
-    ) -> Program:
+    def _program(self, plan: StreamPlan, totals: Totals, reference: Scores | None, key: mx.array | None) -> Program:
         chains = [self._chain(plan, group, key) for group in plan.groups]
         gather_from, positions, targets = _row_order(plan)
         targets = mx.array(targets)
@@ -106,6 +104,7 @@ class StepEngine:
             loss=loss,
             linear=self.method.linear,
             compile=self._compile,
+            compile_head=self._compile if self.head.compiles else lambda key, function: function,
         )
 
     def _chain(self, plan: StreamPlan, group: Sequence[str], key: mx.array | None) -> Chain:

@@ -254,6 +254,8 @@ class Method(Component):
 class Head(Component):
     """Turns hidden rows into log-probabilities of their targets. Rows are independent of one another."""
 
+    compiles: ClassVar[bool] = True  # False: is one kernel, or a long chain that mx.compile takes very long for
+
     @abstractmethod
     def __call__(self, hidden: mx.array, targets: mx.array, weights: HeadWeights) -> mx.array:
         """Differentiable in `hidden`.
@@ -288,7 +290,7 @@ class Backward(Component):
 
     @property
     def granularity_of_stages(self) -> str:
-        """"block", or "half" for stages of half a block (attention, feed-forward)."""
+        """ "block", or "half" for stages of half a block (attention, feed-forward)."""
         return "block"
 
     @abstractmethod

@@ -61,7 +61,9 @@ class LoraConfig:
         if self.num_layers != -1 and self.num_layers < 1:
             raise ValueError(f"num_layers must be -1 (all) or >= 1, got {self.num_layers}")
         if self.rank_scaling not in RANK_SCALINGS:
-            raise ValueError(f"rank_scaling={self.rank_scaling!r} does not exist; {nearest(self.rank_scaling, RANK_SCALINGS)}")
+            raise ValueError(
+                f"rank_scaling={self.rank_scaling!r} does not exist; {nearest(self.rank_scaling, RANK_SCALINGS)}"
+            )
 
     def effective_scale(self, rank: int) -> float:
         """The multiplier of an update of this rank."""
@@ -191,7 +193,9 @@ def apply_lora(
         ConfigError: a target that no layer has, more layers than there are, no sensitivities for by_kl.
     """
     if config.num_layers > len(block_paths):
-        raise ConfigError(f"lora.num_layers={config.num_layers}, but the model has {len(block_paths)} layers; use -1 for all.")
+        raise ConfigError(
+            f"lora.num_layers={config.num_layers}, but the model has {len(block_paths)} layers; use -1 for all."
+        )
     chosen = block_paths[-config.num_layers :] if config.num_layers > 0 else block_paths
     linears = {
         path: module
@@ -201,7 +205,9 @@ def apply_lora(
     found = {target: [path for path in linears if f".{path}".endswith(f".{target}")] for target in config.targets}
     if unused := [target for target, paths in found.items() if not paths]:
         names = {path.rpartition(".")[2] for path in linears}
-        raise ConfigError(f"lora.targets: {', '.join(unused)} is the name of no linear layer; {nearest(unused[0], names)}")
+        raise ConfigError(
+            f"lora.targets: {', '.join(unused)} is the name of no linear layer; {nearest(unused[0], names)}"
+        )
     paths = sorted({path for paths in found.values() for path in paths})
     kl = _sensitivities(model_folder) if config.rank_scaling == "by_kl" else {}
     keys = mx.random.split(mx.random.key(seed), len(paths))

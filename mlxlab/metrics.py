@@ -72,7 +72,13 @@ class Reporter:
 
     def __init__(self, total: int):
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+        columns = [
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ]
         interactive = self._console.is_terminal
         self._progress = Progress(*columns, console=self._console, transient=True) if interactive else None
         self._task = self._progress.add_task("training", total=total) if interactive else None

@@ -143,5 +143,3 @@ def _nested(items: list[tuple[str, mx.array]]) -> dict:
         else:
             state[moment] = value
     return state
-
-

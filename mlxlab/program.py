@@ -64,6 +64,7 @@ class Program:
         loss: log-probabilities [M] -> (loss, metrics).
         linear: the gradient of `loss` does not depend on the log-probabilities.
         compile: (key, function) -> a compiled form of the function where that pays; equal keys share one.
+        compile_head: the same for functions that call `score`.
     """
 
     chains: Sequence[Chain]
@@ -74,6 +75,7 @@ class Program:
     loss: Callable[[mx.array], tuple[mx.array, Metrics]]
     linear: bool = False
     compile: Callable[[Hashable, Callable], Callable] = lambda key, function: function
+    compile_head: Callable[[Hashable, Callable], Callable] = lambda key, function: function
 
     def pieces(self) -> list[slice]:
         """Ranges of rows, each small enough for one call of the head."""
@@ -100,17 +102,35 @@ def evaluate(tree):
     return tree
 
 
+class Pace:
+    """Evaluates one piece of work after the other, and lets the host prepare the next one meanwhile.
+
+    Without it the host would run ahead, and all pieces would have their memory at once; with a plain `mx.eval` per
+    piece the device would wait for the host each time.
+    """
+
+    def __init__(self) -> None:
+        self._running = None
+
+    def __call__(self, tree):
+        """Wait for the piece before, then start this one (built, but not computed); returns it."""
+        mx.eval(self._running)
+        mx.async_eval(tree)
+        self._running = tree
+        return tree
+
+
 def forward(program: Program, params: Params) -> mx.array:
     """Log-probabilities [M] without gradient, evaluated stage by stage and piece by piece."""
-    ends = []
+    pace, ends = Pace(), []
     for chain in program.chains:
         carry = chain.start
         for stage in chain.stages:
-            carry = evaluate(run([stage], params, carry, chain.constants))
+            carry = pace(run([stage], params, carry, chain.constants))
         ends.append(carry)
     hidden = evaluate(program.gather(ends))
     del ends, carry
-    return mx.concatenate([evaluate(program.score(hidden[p], program.targets[p])) for p in program.pieces()])
+    return evaluate(mx.concatenate([pace(program.score(hidden[p], program.targets[p])) for p in program.pieces()]))
 
 
 def through_head(program: Program, hidden: mx.array) -> tuple[mx.array, Metrics, mx.array]:
@@ -126,17 +146,17 @@ def through_head(program: Program, hidden: mx.array) -> tuple[mx.array, Metrics,
         logp, gradient = mx.vjp(lambda h: program.score(h, targets), [hidden], [cotangent])
         return logp[0], gradient[0]
 
-    both = program.compile("score and gradient", both)
+    pace, both = Pace(), program.compile_head("score and gradient", both)
     if program.linear:
         _, cotangent = value_and_cotangent(mx.zeros(targets.shape, mx.float32))
-        visits = [evaluate(both(hidden[p], targets[p], cotangent[p])) for p in pieces]
+        visits = [pace(both(hidden[p], targets[p], cotangent[p])) for p in pieces]
         logps, gradients = zip(*visits)
         loss, metrics = program.loss(mx.concatenate(logps))
     else:
-        score = program.compile("score", program.score)
-        logps = [evaluate(score(hidden[p], targets[p])) for p in pieces]
+        score = program.compile_head("score", program.score)
+        logps = [pace(score(hidden[p], targets[p])) for p in pieces]
         (loss, metrics), cotangent = evaluate(value_and_cotangent(mx.concatenate(logps)))
-        gradients = [evaluate(both(hidden[p], targets[p], cotangent[p])[1]) for p in pieces]
+        gradients = [pace(both(hidden[p], targets[p], cotangent[p])[1]) for p in pieces]
     return evaluate((loss, metrics, mx.concatenate(gradients)))
 
 

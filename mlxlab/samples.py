@@ -22,4 +22,6 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Sequence[int], max_tokens
     """The greedy continuation of `prompt`, through mlx-lm's own generation and the model as it is now."""
     from mlx_lm.generate import stream_generate
 
-    return "".join(piece.text for piece in stream_generate(model, tokenizer, list(prompt), max_tokens=max_tokens)).strip()
+    return "".join(
+        piece.text for piece in stream_generate(model, tokenizer, list(prompt), max_tokens=max_tokens)
+    ).strip()

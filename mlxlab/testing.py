@@ -1,8 +1,8 @@
 """Checks that every component must pass; public, so that plugins can run them on their own.
 
-    from mlxlab.testing import parity, random_examples
+from mlxlab.testing import parity, random_examples
 
-    loss_difference, gradient_difference = parity(adapter, lora, method, head, backward, layout, batch)
+loss_difference, gradient_difference = parity(adapter, lora, method, head, backward, layout, batch)
 """
 
 from __future__ import annotations

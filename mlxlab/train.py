@@ -32,9 +32,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
 
     # ---- what was asked for must be possible, before anything large is fetched or loaded
     method, train = config.method, config.train
-    setup = Setup(
-        method, config.head, config.backward, config.layout, config.lora, train.batch_size, backend.device()
-    )
+    setup = Setup(method, config.head, config.backward, config.layout, config.lora, train.batch_size, backend.device())
     compat.check(setup)
     checkpoint = config.source.folder()
     model_config = read_config(checkpoint)

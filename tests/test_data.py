@@ -91,7 +91,9 @@ def test_all_bad_rows_are_named_before_training():
     assert "train.jsonl:4" in text and "is 'completions' meant to be 'completion'?" in text
 
 
-@pytest.mark.parametrize("case, kind", [("09-empty-response/sft", "completion"), ("09-empty-response/pref", "preference")])
+@pytest.mark.parametrize(
+    "case, kind", [("09-empty-response/sft", "completion"), ("09-empty-response/pref", "preference")]
+)
 def test_an_empty_response_is_refused(case, kind):
     with pytest.raises(DataError, match=r"train\.jsonl:2: the (completion|rejected) response is empty"):
         load(case, kind)

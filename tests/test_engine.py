@@ -170,7 +170,12 @@ def test_empty_spans_and_single_tokens():
     """No prompt at all, and responses of one token."""
     ids = lambda *tokens: np.array(tokens, np.int32)
     batch = [
-        Example({"chosen": TokenSequence(ids(5, 6), np.array([True, True])), "rejected": TokenSequence(ids(5, 7), np.array([True, True]))}),
+        Example(
+            {
+                "chosen": TokenSequence(ids(5, 6), np.array([True, True])),
+                "rejected": TokenSequence(ids(5, 7), np.array([True, True])),
+            }
+        ),
     ]
     adapter, lora = model()
     totals = Totals.of(batch, Orpo().spans())

@@ -13,7 +13,7 @@ import pytest
 from metal_emulation import Emulation
 
 from mlxlab import backend
-from mlxlab.heads import flash_metal, flash_metal_source
+from mlxlab.heads import flash_check, flash_metal, flash_metal_source
 from mlxlab.heads.flash import Flash
 from mlxlab.heads.fused import _backward, _forward
 from mlxlab.heads.weights import HeadWeights
@@ -250,7 +250,7 @@ def test_calls_follow_the_conventions_of_metal_kernels(emulation, monkeypatch):
 @pytest.fixture
 def metal(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "metal")
-    monkeypatch.setattr(flash_metal, "_verdicts", {})
+    monkeypatch.setattr(flash_check, "_verdicts", {})
 
 
 def head(bits=4, group=32, dtype=BF16, hidden=64, softcap=None):
@@ -310,11 +310,11 @@ def test_a_right_kernel_is_checked_once_and_used(metal):
         return right_forward(*arguments)
 
     for _ in range(3):
-        assert flash_metal.checked(BF16, head(), counted, right_backward)
+        assert flash_check.checked(flash_metal, BF16, head(), counted, right_backward)
     assert len(calls) == 1
-    assert flash_metal.checked(F32, head(softcap=5.0), counted, right_backward)
+    assert flash_check.checked(flash_metal, F32, head(softcap=5.0), counted, right_backward)
     assert calls == [BF16, F32]
-    first, second = flash_metal.status()
+    first, second = flash_check.status()
     assert first.startswith(
         "flash head, bfloat16 rows, affine 4 bit, group 32 bfloat16 weights, hidden size 64: Metal kernel"
     )
@@ -333,27 +333,29 @@ def test_a_right_kernel_is_checked_once_and_used(metal):
 )
 def test_a_bad_kernel_is_replaced_with_one_warning(metal, forward, backward, message):
     with pytest.warns(UserWarning, match=message) as caught:
-        assert not flash_metal.checked(BF16, head(), forward, backward)
+        assert not flash_check.checked(flash_metal, BF16, head(), forward, backward)
     assert len(caught) == 1
-    assert not flash_metal.checked(BF16, head(), forward, backward)  # a second warning would be an error
-    (line,) = flash_metal.status()
+    assert not flash_check.checked(flash_metal, BF16, head(), forward, backward)  # a second warning would be an error
+    (line,) = flash_check.status()
     assert "array operations" in line
 
 
 def test_an_impossible_head_is_reported_once(metal):
     with pytest.warns(UserWarning, match="6 bits in groups of 64"):
-        assert not flash_metal.checked(BF16, head(bits=6, group=64))
-    assert not flash_metal.checked(BF16, head(bits=6, group=64))
+        assert not flash_check.checked(flash_metal, BF16, head(bits=6, group=64))
+    assert not flash_check.checked(flash_metal, BF16, head(bits=6, group=64))
     with pytest.warns(UserWarning, match="mode is mxfp4"):
-        assert not flash_metal.checked(BF16, mxfp4())
-    assert flash_metal.checked(BF16, head(), right_forward, right_backward)  # 4 bits in groups of 32 as well
-    assert len(flash_metal.status()) == 3
+        assert not flash_check.checked(flash_metal, BF16, mxfp4())
+    assert flash_check.checked(
+        flash_metal, BF16, head(), right_forward, right_backward
+    )  # 4 bits in groups of 32 as well
+    assert len(flash_check.status()) == 3
 
 
 def test_without_metal_nothing_is_checked_or_said(metal, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cpu")
-    assert not flash_metal.checked(BF16, head(), no_compiler, no_compiler)
-    assert flash_metal.status() == []
+    assert not flash_check.checked(flash_metal, BF16, head(), no_compiler, no_compiler)
+    assert flash_check.status() == []
 
 
 @pytest.mark.parametrize("transform", [mx.value_and_grad, mx.compile, lambda function: function])
@@ -361,7 +363,7 @@ def test_the_check_runs_inside_transformations_and_keeps_the_random_state(metal,
     answers = []
 
     def loss(x):
-        answers.append(flash_metal.checked(F32, head(), right_forward, right_backward))
+        answers.append(flash_check.checked(flash_metal, F32, head(), right_forward, right_backward))
         return (x * x).sum()
 
     before = [mx.array(part) for part in mx.random.state]
@@ -372,4 +374,4 @@ def test_the_check_runs_inside_transformations_and_keeps_the_random_state(metal,
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_real_kernels_pass_the_check(metal, emulation, softcap):
-    assert flash_metal.checked(BF16, head(softcap=softcap))
+    assert flash_check.checked(flash_metal, BF16, head(softcap=softcap))

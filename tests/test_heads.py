@@ -31,7 +31,9 @@ def direct(hidden, targets, dense, bias, scale, softcap) -> np.ndarray:
 
 @pytest.mark.parametrize("head", HEADS, ids=repr)
 @pytest.mark.parametrize("rows, vocabulary", [(1, 2), (7, 33), (13, 101)])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.0625}, {"scale": 2.0, "softcap": 4.0}, {"bias": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"scale": 0.0625}, {"scale": 2.0, "softcap": 4.0}, {"bias": 1}]
+)
 @pytest.mark.parametrize("kind", ["dense", "4", "8", "mxfp4", "dequantize"])
 def test_value_and_gradient(head, rows, vocabulary, options, kind):
     rng = np.random.default_rng(rows)
@@ -58,7 +60,10 @@ def test_value_and_gradient(head, rows, vocabulary, options, kind):
     step = 1e-6
     direction = rng.normal(size=(rows, 64))
     up, down = (
-        (np.array(cotangent) * direct(np.array(hidden) + s * step * direction, targets, dense, bias, weights.scale, weights.softcap)).sum()
+        (
+            np.array(cotangent)
+            * direct(np.array(hidden) + s * step * direction, targets, dense, bias, weights.scale, weights.softcap)
+        ).sum()
         for s in (1, -1)
     )
     slope = float((np.array(gradient[0], np.float64) * direction).sum())

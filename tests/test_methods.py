@@ -52,9 +52,7 @@ def test_orpo_values(chosen, rejected, weight, loss):
 
 def test_orpo_gradient_at_the_mean_log_probabilities():
     def loss(chosen, rejected):
-        spans = {
-            span: TokenLogps(value[None], mx.array([0]), 1) for span, value in zip(RESPONSES, (chosen, rejected))
-        }
+        spans = {span: TokenLogps(value[None], mx.array([0]), 1) for span, value in zip(RESPONSES, (chosen, rejected))}
         return Orpo(0.1, "response").loss(Scores(spans, Totals(1, {})), None)[0]
 
     gradient = mx.grad(loss, argnums=(0, 1))(mx.array(-1.0), mx.array(-2.0))

@@ -96,8 +96,6 @@ def test_the_cube_can_fail(family):
     method = Orpo()
     batch = random_examples(method, VOCABULARY)
     reference = reference_step(loaded.adapter, lora, method, batch)
-    loss, gradient = parity(
-        Cut(loaded.model), lora, method, Fused(7), Segmented(1), Separate(), batch, reference
-    )
+    loss, gradient = parity(Cut(loaded.model), lora, method, Fused(7), Segmented(1), Separate(), batch, reference)
     assert loss < TOLERANCE
     assert gradient > 100 * TOLERANCE

@@ -67,8 +67,13 @@ def equal(one: Path, other: Path) -> bool:
 def test_a_trivial_preference_is_learned(run, model, method, rate):
     """Positive control: held-out accuracy 1.0 and a growing margin."""
     code, folder, _ = run(
-        f"model={model}", f"method={method}", "memory=[segmented,prefix_shared]", "head=flash", "train.epochs=6",
-        f"optim.learning_rate={rate}", "train.batch_size=4",
+        f"model={model}",
+        f"method={method}",
+        "memory=[segmented,prefix_shared]",
+        "head=flash",
+        "train.epochs=6",
+        f"optim.learning_rate={rate}",
+        "train.batch_size=4",
     )
     assert code == 0
     first, *_, last = records(folder, "val")
@@ -77,8 +82,15 @@ def test_a_trivial_preference_is_learned(run, model, method, rate):
 
 
 def test_what_a_run_leaves_behind(run):
-    code, folder, _ = run("method=orpo", "train.iters=6", "train.report_every=2", "train.validate_every=3",
-                          "train.checkpoint_every=4", "train.samples=1", "train.sample_tokens=4")
+    code, folder, _ = run(
+        "method=orpo",
+        "train.iters=6",
+        "train.report_every=2",
+        "train.validate_every=3",
+        "train.checkpoint_every=4",
+        "train.samples=1",
+        "train.sample_tokens=4",
+    )
     assert code == 0
     status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     assert status["state"] == "COMPLETED" and math.isfinite(status["best_loss"])
@@ -92,7 +104,9 @@ def test_what_a_run_leaves_behind(run):
     assert shared | own <= train[0].keys()
     assert [r["step"] for r in records(folder, "sample")] == [0, 6]
     summary = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    assert summary["best_loss"] == min(r["loss"] for r in val) and summary["best_margin"] == max(r["margin"] for r in val)
+    assert summary["best_loss"] == min(r["loss"] for r in val) and summary["best_margin"] == max(
+        r["margin"] for r in val
+    )
     assert {f.name for f in (folder / "checkpoints").iterdir()} == {"step-00004"}
     names = {"adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "progress.json"}
     assert {f.name for f in (folder / "checkpoints" / "step-00004").iterdir()} == names
@@ -108,7 +122,9 @@ def test_training_changes_the_adapter_and_not_the_base(run):
     before = checkpoint.read_bytes()
     code, folder, _ = run("model.bits=8", "method=orpo", "train.iters=1")
     assert code == 0 and checkpoint.read_bytes() == before
-    changed = [name for name, value in weights(folder).items() if name.endswith("lora_b") and mx.abs(value).max().item()]
+    changed = [
+        name for name, value in weights(folder).items() if name.endswith("lora_b") and mx.abs(value).max().item()
+    ]
     assert len(changed) == 35
 
 
@@ -167,8 +183,17 @@ def test_a_step_that_is_not_finite_stops_the_run(run):
 
 
 def test_every_method_memory_and_head_in_one_sweep(elsewhere, capsys):
-    code = main(["-m", "method=sft,dpo,orpo", "memory=none,segmented", "head=naive,flash", *QUICK, "train.iters=1",
-                 "train.validate_rows=2"])
+    code = main(
+        [
+            "-m",
+            "method=sft,dpo,orpo",
+            "memory=none,segmented",
+            "head=naive,flash",
+            *QUICK,
+            "train.iters=1",
+            "train.validate_rows=2",
+        ]
+    )
     output = capsys.readouterr().out
     assert code == 0
     assert len(folders(elsewhere)) == 12
@@ -188,8 +213,14 @@ def test_an_impossible_combination_fails_alone(elsewhere, capsys):
 def test_plain_mlx_lm_loads_the_adapter(run, bits):
     from mlx_lm import load as stock_load
 
-    code, folder, _ = run("method=sft", f"model.bits={bits}", "train.iters=4", "optim.learning_rate=1e-2",
-                          "lora.rslora=true", "lora.num_layers=3")
+    code, folder, _ = run(
+        "method=sft",
+        f"model.bits={bits}",
+        "train.iters=4",
+        "optim.learning_rate=1e-2",
+        "lora.rslora=true",
+        "lora.num_layers=3",
+    )
     assert code == 0
     base = TinyLlama(bits=bits).folder()
     ids = mx.array([[1, 87, 85, 71, 84, 201, 74, 75, 2, 201]])

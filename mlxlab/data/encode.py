@@ -29,7 +29,9 @@ class Encoder:
     @classmethod
     def of(cls, tokenizer: Any, template: str) -> Encoder:
         """`template` is "auto" (chat if there is a template), "chat" or "raw"; mlx-lm's wrapper is unwrapped."""
-        tokenizer = getattr(tokenizer, "_tokenizer", tokenizer) if type(tokenizer).__name__ == "TokenizerWrapper" else tokenizer
+        tokenizer = (
+            getattr(tokenizer, "_tokenizer", tokenizer) if type(tokenizer).__name__ == "TokenizerWrapper" else tokenizer
+        )
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if template == "chat" and not has_template:
             raise ConfigError("data.template=chat, but this tokenizer has no chat template; use data.template=raw.")
@@ -131,4 +133,3 @@ def _turns(text: Text, role: str) -> list[Message]:
 def _sequence(ids: list[int], boundary: int) -> TokenSequence:
     array = np.asarray(ids, np.int32)
     return TokenSequence(array, np.arange(len(array)) >= boundary)
-

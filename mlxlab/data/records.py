@@ -179,7 +179,9 @@ def _comparable(text: Text) -> str:
 
 def _unknown(row: Mapping[str, Any], kind: str, keys: Sequence[str], source: str) -> DataError:
     hints = "".join(dict.fromkeys(_close(key, row) for key in keys))
-    return DataError(f"{source}: a {kind} row needs {FORMATS[kind]}; keys of this row: {', '.join(row) or 'none'}{hints}.")
+    return DataError(
+        f"{source}: a {kind} row needs {FORMATS[kind]}; keys of this row: {', '.join(row) or 'none'}{hints}."
+    )
 
 
 def _close(key: str, row: Mapping[str, Any]) -> str:

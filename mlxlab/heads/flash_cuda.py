@@ -40,6 +40,10 @@ _RANGE_TILES = 16  # vocabulary tiles of a range, at most
 _DISTANCE = 176
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 
+DEVICE, TITLE = "cuda", "CUDA"  # of this kernel, for flash_check
+# Relative to 1 + size, against float32 array operations: dequantized weights are rounded to bfloat16.
+LOGP_TOLERANCE = 1e-2
+
 
 def supports(dtype: mx.Dtype, weights: HeadWeights) -> str | None:
     """None if the kernels can compute this head here, else one sentence that says why not."""

@@ -16,27 +16,22 @@ Weights are dequantized while tiles are staged in threadgroup memory; every prod
 from __future__ import annotations
 
 import functools
-import warnings
-from dataclasses import replace
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import mlx.core as mx
 
 from mlxlab import backend
 from mlxlab.heads import flash_metal_source as source
-from mlxlab.heads.fused import Fused
 from mlxlab.heads.weights import HeadWeights
-from mlxlab.linear import FrozenMatrix
 
 BLOCK_ROWS = 8192  # vocabulary rows that one threadgroup may walk through
 SCRATCH_BYTES = 32 * 2**20
 _CHUNK_ROWS = 2048
 _THREADGROUPS = 1024  # as many as fill a large GPU several times over
 _FLOATS = (mx.float32, mx.bfloat16, mx.float16)
-# Largest difference to the same computation in float32 array operations: log-probabilities relative to 1 + their size,
-# gradients as a relative norm. The gradient is returned in the hidden dtype, so its rounding is part of it.
-_LOGP_TOLERANCE = 1e-3
-_GRADIENT_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+
+DEVICE, TITLE = "metal", "Metal"  # of this kernel, for flash_check
+LOGP_TOLERANCE = 1e-3  # relative to 1 + size, against float32 array operations
 
 
 def supports(dtype: mx.Dtype, weights: HeadWeights) -> str | None:
@@ -180,116 +175,3 @@ def _kernel(kind: str, input_names: tuple[str, ...], output_names: tuple[str, ..
         source=body,
         header=source.HEADER,
     )
-
-
-class _Case(NamedTuple):
-    """What decides which code a kernel call compiles and how it walks through its arrays."""
-
-    dtype: mx.Dtype
-    weight_dtype: mx.Dtype
-    mode: str
-    bits: int  # 0: dense
-    group_size: int
-    hidden: int
-    softcap: bool
-    bias: bool
-
-    def __str__(self) -> str:
-        weights = f"{self.mode} {self.bits} bit, group {self.group_size}" if self.bits else "dense"
-        weights += f" {_name(self.weight_dtype)} weights" + ", softcap" * self.softcap + ", bias" * self.bias
-        return f"{_name(self.dtype)} rows, {weights}, hidden size {self.hidden}"
-
-
-_verdicts: dict[_Case, tuple[bool, str]] = {}
-
-
-def checked(
-    dtype: mx.Dtype, weights: HeadWeights, forward: Callable | None = None, backward: Callable | None = None
-) -> bool:
-    """Whether to use the kernels for this head: they are possible and agreed with array operations on this machine.
-
-    The first use of each kind of head (dtypes, bits, group, softcap, bias, H) compares both on a small random problem.
-    If they differ or the kernel fails, a warning says so once, and the answer stays False. Without Metal the answer is
-    False and nothing is remembered. The global random state is left alone. `forward` and `backward` stand in for this
-    module's functions.
-    """
-    if backend.device() != "metal":
-        return False
-    matrix = weights.matrix
-    case = _Case(
-        dtype,
-        (matrix.scales if matrix.quantized else matrix.weight).dtype,
-        matrix.mode,
-        matrix.bits if matrix.quantized else 0,
-        matrix.group_size if matrix.quantized else 0,
-        matrix.shape[1],
-        weights.softcap is not None,
-        weights.bias is not None,
-    )
-    if case not in _verdicts:
-        usable, verdict = _verdict(case, weights, forward or globals()["forward"], backward or globals()["backward"])
-        _verdicts[case] = usable, verdict
-        if not usable:
-            warnings.warn(f"flash head: array operations replace the Metal kernel ({case}): {verdict}", stacklevel=2)
-    return _verdicts[case][0]
-
-
-def status() -> list[str]:
-    """One line per kind of head that `checked` has seen: what computes it and why."""
-    return [
-        f"flash head, {case}: {'Metal kernel' if usable else 'array operations'}, {verdict}"
-        for case, (usable, verdict) in _verdicts.items()
-    ]
-
-
-def _verdict(case: _Case, weights: HeadWeights, forward: Callable, backward: Callable) -> tuple[bool, str]:
-    reason = supports(case.dtype, weights)
-    if reason is not None:
-        return False, reason
-    try:
-        value, gradient = _differences(case, weights, forward, backward)
-    except Exception as error:  # whatever the compiler or the driver raises: training can go on without the kernel
-        return False, f"it failed with {type(error).__name__}: {str(error).strip() or 'no message'}"
-    # Written so that NaN counts as a difference.
-    agrees = value <= _LOGP_TOLERANCE and gradient <= _GRADIENT_TOLERANCE[case.dtype]
-    figures = f"log-probabilities differ by {value:.1e}, gradients by {gradient:.1e}"
-    allowed = f"allowed {_LOGP_TOLERANCE:.0e} and {_GRADIENT_TOLERANCE[case.dtype]:.0e}"
-    return agrees, f"{figures} from array operations ({allowed})."
-
-
-def _differences(case: _Case, weights: HeadWeights, forward: Callable, backward: Callable) -> tuple[float, float]:
-    """Of log-probabilities (relative to 1 + their size) and gradients (relative norm), on 70 rows and 200 entries."""
-    rows, entries = 70, 200  # two tiles of rows, four of the vocabulary, neither full
-    keys = iter(mx.random.split(mx.random.key(0), 5))
-    hidden = mx.random.normal((rows, case.hidden), key=next(keys)).astype(case.dtype)
-    weight = mx.random.normal((entries, case.hidden), key=next(keys)) * (3.0 / case.hidden**0.5)
-    bias = mx.random.normal((entries,), key=next(keys)).astype(weights.bias.dtype) if case.bias else None
-    targets = mx.random.randint(0, entries, (rows,), key=next(keys)).astype(mx.int32)
-    cotangent = mx.random.uniform(0.1, 1.0, (rows,), key=next(keys))
-    matrix = FrozenMatrix(weight.astype(case.weight_dtype))
-    if case.bits:
-        options = {"group_size": case.group_size, "bits": case.bits}
-        matrix = FrozenMatrix(*mx.quantize(matrix.weight, **options), **options)
-    small = HeadWeights(matrix, bias, weights.scale, weights.softcap)
-    logp, peak, log_sum = forward(hidden, targets, small)
-    gradient = backward(hidden, targets, small, cotangent, peak, log_sum)
-    mx.eval(logp, gradient)
-
-    with mx.stream(mx.cpu):  # some GPUs round the operands of float32 products
-        expected, expected_gradient = _reference(hidden, targets, small, cotangent)
-        value = (mx.abs(logp - expected) / (1 + mx.abs(expected))).max()
-        difference = mx.linalg.norm(gradient.astype(mx.float32) - expected_gradient)
-        return value.item(), (difference / mx.linalg.norm(expected_gradient)).item()
-
-
-def _reference(hidden: mx.array, targets: mx.array, weights: HeadWeights, cotangent: mx.array) -> list[mx.array]:
-    """Log-probabilities and gradient in float32, by the fused head: the flash head would ask for this very check."""
-    matrix, bias = weights.matrix, weights.bias
-    if matrix.quantized:  # the kernels round neither scale * q + bias nor the weights
-        matrix = replace(matrix, scales=matrix.scales.astype(mx.float32), biases=matrix.biases.astype(mx.float32))
-    bias = None if bias is None else bias.astype(mx.float32)
-    weights = replace(weights, matrix=FrozenMatrix(matrix.dense(mx.float32)), bias=bias)
-    (logp,), (gradient,) = mx.vjp(
-        lambda rows: Fused()(rows, targets, weights), [hidden.astype(mx.float32)], [cotangent]
-    )
-    return [logp, gradient]

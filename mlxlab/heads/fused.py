@@ -58,9 +58,7 @@ class Fused(Head):
         @linear_cross_entropy.vjp
         def backward(primal, cotangents, outputs):
             cotangent, (_, peak, log_sum) = cotangents[0], outputs
-            pieces = [
-                _backward(primal[c], targets[c], weights, cotangent[c], peak[c], log_sum[c]) for c in chunks
-            ]
+            pieces = [_backward(primal[c], targets[c], weights, cotangent[c], peak[c], log_sum[c]) for c in chunks]
             return mx.concatenate(pieces)
 
         return linear_cross_entropy(hidden)[0]

@@ -40,7 +40,9 @@ class Gemma4(ModelAdapter):
     def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:
         text = model_config.get("text_config") or model_config
         if text.get("enable_moe_block"):
-            yield Problem("family Gemma4 has no support for the mixture-of-experts variant", "use a dense Gemma 4 model")
+            yield Problem(
+                "family Gemma4 has no support for the mixture-of-experts variant", "use a dense Gemma 4 model"
+            )
 
     def embed(self, ids: mx.array) -> tuple[State, Constants]:
         inner = self._inner

@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlxlab.interfaces import Backward, Params, Problem, Setup, StepResult
 from mlxlab.program import Program
 
-
 GRANULARITIES = ("block", "half")
 
 

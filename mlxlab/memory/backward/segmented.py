@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlxlab.interfaces import Backward, Params, StepResult
 from mlxlab.program import (
     Carry,
+    Pace,
     Program,
     Stage,
     StreamConstants,
@@ -43,13 +44,13 @@ class Segmented(Backward):
             raise ValueError(f"segment_layers must be >= 1, got {self.segment_layers}")
 
     def __call__(self, program: Program, params: Params) -> StepResult:
-        walks = []
+        pace, walks = Pace(), []
         for chain in program.chains:
             size = self.segment_layers
             segments = [_Segment(chain.stages[i : i + size], program) for i in range(0, len(chain.stages), size)]
             edges = [chain.start]
             for segment in segments:
-                edges.append(evaluate(segment.forward(params, edges[-1], chain.constants)))
+                edges.append(pace(segment.forward(params, edges[-1], chain.constants)))
             walks.append((segments, edges))
 
         ends = [edges.pop() for _, edges in walks]
@@ -58,16 +59,14 @@ class Segmented(Backward):
         del ends, gradient
 
         grads: Params = {}
-        for chain, (segments, edges), cotangent in zip(program.chains, walks, cotangents):
+        for chain, (segments, edges) in zip(program.chains, walks):
+            cotangent = cotangents.pop(0)
             while segments:
                 # lists are popped, not indexed: an edge must be gone when the next segment runs
-                segment_grads, cotangent = evaluate(
-                    segments.pop().backward(params, edges.pop(), cotangent, chain.constants)
-                )
-                for name, value in segment_grads.items():
-                    grads[name] = grads[name] + value if name in grads else value
-                mx.eval(grads)
-        return StepResult(loss, metrics, {name: grads[name] for name in params})
+                new, cotangent = segments.pop().backward(params, edges.pop(), cotangent, chain.constants)
+                grads |= {name: grads[name] + value if name in grads else value for name, value in new.items()}
+                pace(([grads[name] for name in new], cotangent))
+        return StepResult(loss, metrics, evaluate({name: grads[name] for name in params}))
 
 
 class _Segment:
