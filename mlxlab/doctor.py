@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from typing import Sequence
 
+from mlxlab import __version__
+
 # Relative norm of the gradient difference that float32 arithmetic explains; CUDA multiplies float32 in tf32 by default.
 TOLERANCES = {"cpu": 1e-5, "metal": 1e-4, "cuda": 5e-3}
 
@@ -19,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     from mlxlab import backend
 
-    packages = ("mlxlab", "mlx", "mlx-lm", "hydra-core", "transformers")
+    packages = ("mlx", "mlx-lm", "hydra-core", "transformers")
     print(f"python {platform.python_version()} on {platform.platform()}")
-    print(", ".join(f"{name} {metadata.version(name)}" for name in packages))
+    print(f"mlxlab {__version__}, " + ", ".join(f"{name} {metadata.version(name)}" for name in packages))
     print(backend.describe())
     print(f"memory: {backend.memory_bytes() / 1e9:.1f} GB")
     return 0 if check() else 1

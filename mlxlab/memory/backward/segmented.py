@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlxlab.interfaces import Backward, Params, StepResult
 from mlxlab.program import (
     Carry,
+    Chain,
     Pace,
     Program,
-    Stage,
     StreamConstants,
     evaluate,
     leaves,
@@ -47,7 +47,7 @@ class Segmented(Backward):
         pace, walks = Pace(), []
         for chain in program.chains:
             size = self.segment_layers
-            segments = [_Segment(chain.stages[i : i + size], program) for i in range(0, len(chain.stages), size)]
+            segments = [_Segment(chain, i, i + size, program) for i in range(0, len(chain.stages), size)]
             edges = [chain.start]
             for segment in segments:
                 edges.append(pace(segment.forward(params, edges[-1], chain.constants)))
@@ -72,11 +72,14 @@ class Segmented(Backward):
 class _Segment:
     """Some stages in a row, forward and backward, compiled where that pays."""
 
-    def __init__(self, stages: Sequence[Stage], program: Program):
-        self._stages = stages
-        key = tuple(stage.key for stage in stages)
-        self._run = program.compile(("forward", key), partial(run, stages))
-        self._vjp = program.compile(("backward", key), self._gradients)
+    def __init__(self, chain: Chain, start: int, stop: int, program: Program):
+        self._stages = chain.stages[start:stop]
+        key = tuple(stage.key for stage in self._stages)
+        self._run = program.compile(("forward", key), partial(run, self._stages))
+        self._vjp = self._gradients
+        if len(chain.start) == 1:
+            # mx.compile's search for what to fuse takes minutes for the backward pass of streams that share keys
+            self._vjp = program.compile(("backward", key), self._gradients)
 
     def forward(self, params: Params, carry: Carry, constants: StreamConstants) -> Carry:
         return self._run(parameters_of(self._stages, params), carry, constants)
