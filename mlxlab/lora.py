@@ -100,8 +100,8 @@ class LoRALinear(nn.Module):
             # An explicit key: a recomputation must drop what the first computation dropped.
             keep = mx.random.bernoulli(1 - self.dropout, x.shape, key=self._key)
             dropped = x * (keep.astype(x.dtype) / (1 - self.dropout))
-        update = (dropped @ self.lora_a.astype(x.dtype)) @ self.lora_b.astype(x.dtype)
-        return y + (self.scale * update).astype(y.dtype)
+        low = (dropped @ self.lora_a.astype(x.dtype)) * self.scale
+        return mx.addmm(y, low, self.lora_b.astype(x.dtype))
 
 
 class Lora:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlxlab import backend
 from mlxlab.errors import ConfigError
 from mlxlab.heads import flash_check, flash_cuda, flash_metal
-from mlxlab.heads.exponential import exp
+from mlxlab.elementwise import exp
 from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Head, Problem, Setup
 

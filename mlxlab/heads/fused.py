@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxlab.heads.exponential import exp
+from mlxlab.elementwise import exp
 from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Head
 
