@@ -64,7 +64,7 @@ def test_components_and_resolved():
     built = config("head=flash", "memory=segmented_prefix_shared", "method.weight=0.5")
     assert built.components() == {
         "method": {"name": "orpo", "weight": 0.5, "scope": "full"},
-        "head": {"name": "flash", "chunk_tokens": 2048, "tile_vocab": 8192},
+        "head": {"name": "flash", "chunk_tokens": 2048, "tile_vocab": 8192, "form": "auto"},
         "backward": {"name": "segmented", "segment_layers": 2},
         "layout": {"name": "prefix_shared"},
     }

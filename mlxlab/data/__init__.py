@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlab.data.batches import Batches
-from mlxlab.data.encode import Encoder, truncate
+from mlxlab.data.encode import Encoder, TooLong, truncate
 from mlxlab.data.records import read_rows, to_record
 from mlxlab.errors import DataError, nearest
 from mlxlab.interfaces import Example
@@ -68,7 +68,7 @@ def load_examples(config: DataConfig, tokenizer: Any, records: str) -> Dataset:
     Raises:
         DataError: files or rows that cannot be used (all of them are looked at first), or no row is left.
     """
-    encoder = Encoder.of(tokenizer, config.template)
+    encoder = Encoder.of(tokenizer, config.template, config.max_tokens)
     report: list[str] = []
     train_file, valid_file = _files(config.path, records)
     train = _load(train_file, config, encoder, records, report)
@@ -104,11 +104,15 @@ def _load(path: Path, config: DataConfig, encoder: Encoder, records: str, report
     examples, problems, cut, left_out = [], [], [], []
     for source, row in read_rows(path):
         try:
-            example = encoder(to_record(row, records, source))
+            record = to_record(row, records, source)
+            example = encoder(record)
         except DataError as error:
             problems.append(str(error))
             continue
-        fitting = truncate(example, config.max_tokens, encoder.tokenizer.bos_token_id)
+        except TooLong:
+            left_out.append(source)
+            continue
+        fitting = truncate(example, config.max_tokens, encoder.tokenizer.bos_token_id, record.prompt is None)
         if fitting is not example and (fitting is None or config.truncation == "drop"):
             left_out.append(source)
             continue

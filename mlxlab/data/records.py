@@ -34,8 +34,8 @@ class Record:
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(source, value) of each line of a JSONL file: UTF-8, with or without a byte-order mark; blank lines are skipped.
 
-    Raises:
-        DataError: a line is not JSON or not UTF-8, naming file and line.
+    The value of a line that is not JSON or not UTF-8 is the DataError that says so, with file and line: a generator
+    that raised it could not go on to the lines after.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -45,9 +45,12 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield source, json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}, line {number}: not valid JSON in UTF-8 ({error}).") from error
+                value = json.loads(line.decode("utf-8"))
+                if b"\\ud" in line.lower():  # half a surrogate pair, which JSON can spell, is no text
+                    json.dumps(value, ensure_ascii=False).encode("utf-8")
+            except (json.JSONDecodeError, UnicodeError) as error:
+                value = DataError(f"{path}, line {number}: not valid JSON in UTF-8 ({error}).")
+            yield source, value
 
 
 def to_record(row: Any, kind: str, source: str) -> Record:
@@ -59,6 +62,8 @@ def to_record(row: Any, kind: str, source: str) -> Record:
     Raises:
         DataError: the row has no known format for `kind`, or a value that cannot be used; names the place.
     """
+    if isinstance(row, DataError):
+        raise row
     if not isinstance(row, dict):
         raise DataError(f"{source}: a row must be a JSON object, got {type(row).__name__}.")
     tools = row.get("tools")
@@ -83,6 +88,8 @@ def _completion(row: Mapping[str, Any], source: str) -> tuple[Text | None, dict[
         return messages[:last], {"completion": messages[last:]}
     if "prompt" in row or "completion" in row:
         prompt, completion = _value(row, "prompt", source), _value(row, "completion", source)
+        if not isinstance(completion, str):
+            prompt = _conversation(prompt)
         return prompt, {"completion": _same_form(prompt, completion, "completion", source)}
     if "text" in row:
         text = row["text"]
@@ -98,6 +105,8 @@ def _preference(row: Mapping[str, Any], source: str) -> tuple[Text | None, dict[
     responses = {branch: _value(row, branch, source) for branch in ("chosen", "rejected")}
     if "prompt" in row:
         prompt = _value(row, "prompt", source)
+        if not isinstance(responses["chosen"], str):
+            prompt = _conversation(prompt)
         return prompt, {b: _same_form(prompt, r, b, source) for b, r in responses.items()}
     chosen, rejected = responses.values()
     if isinstance(chosen, str) or isinstance(rejected, str):
@@ -107,7 +116,8 @@ def _preference(row: Mapping[str, Any], source: str) -> tuple[Text | None, dict[
         common += 1
     if not common:
         raise DataError(f"{source}: without a prompt, chosen and rejected must begin with the same messages.")
-    return chosen[:common], {"chosen": chosen[common:], "rejected": rejected[common:]}
+    prompt = chosen[:common]
+    return prompt, {b: _same_form(prompt, r, b, source) for b, r in responses.items()}
 
 
 def _value(row: Mapping[str, Any], key: str, source: str) -> Text:
@@ -123,12 +133,23 @@ def _value(row: Mapping[str, Any], key: str, source: str) -> Text:
 
 
 def _same_form(prompt: Text, response: Text, branch: str, source: str) -> Text:
-    """A response to a conversation is a turn of it."""
-    if isinstance(prompt, str) == isinstance(response, str):
-        return response
+    """A response to a conversation is one assistant turn; a list may repeat the prompt before it."""
+    if isinstance(response, str):
+        return response if isinstance(prompt, str) else ({"role": "assistant", "content": response},)
     if isinstance(prompt, str):
         raise DataError(f"{source}: {branch} is a list of messages but prompt is a string; use one form for both.")
-    return ({"role": "assistant", "content": response},)
+    response = response[len(prompt) :] if response[: len(prompt)] == prompt else response
+    roles = [message["role"] for message in response]
+    if roles != ["assistant"]:
+        raise DataError(
+            f"{source}: {branch} must add one assistant turn to the prompt, got {', '.join(roles) or 'none'}; put the "
+            "turns before the last one into prompt."
+        )
+    return response
+
+
+def _conversation(prompt: Text) -> tuple[Message, ...]:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
 def _messages(value: Any, key: str, source: str) -> tuple[Message, ...]:
@@ -141,9 +162,13 @@ def _messages(value: Any, key: str, source: str) -> tuple[Message, ...]:
         if message["role"] not in ROLES:
             raise DataError(f"{source}: {key}[{number}].role={message['role']!r}; {nearest(message['role'], ROLES)}.")
         content = message.get("content")
-        if not isinstance(content, (str, list, type(None))):
-            raise DataError(f"{source}: {key}[{number}].content must be a string, got {type(content).__name__}.")
-        result.append({**message, "content": "" if content is None else content, **_calls(message, source)})
+        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, (str, type(None))):
+            raise DataError(
+                f"{source}: {key}[{number}].content must be a string or parts with text, got {type(content).__name__}."
+            )
+        result.append({**message, "content": content or "", **_calls(message, source)})
     return tuple(result)
 
 
@@ -152,8 +177,12 @@ def _calls(message: Message, source: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return {}
     calls = []
+    if not isinstance(message["tool_calls"], list) or not all(isinstance(c, dict) for c in message["tool_calls"]):
+        raise DataError(f"{source}: tool_calls must be a list of objects.")
     for call in message["tool_calls"]:
         function = call.get("function", call)
+        if not isinstance(function, dict):
+            raise DataError(f"{source}: function of a tool call must be an object, got {type(function).__name__}.")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
