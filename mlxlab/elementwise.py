@@ -1,7 +1,7 @@
 """exp and SwiGLU, fast on every backend.
 
-MLX's CPU build takes 23 ns for an exponential or a sigmoid and 6 ns for a power (MLX 0.32.4, Intel Xeon, 800k float32
-elements), so on a CPU an exponential is a power of 2.
+MLX's CPU build (0.32.4) takes several times as long for an exponential or a sigmoid as for a power, so on a CPU an
+exponential is a power of 2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Policies for quantized weights
     fused        MLX's quantized kernels: right for few rows, and on Metal for all
     dequantize   dequantize one matrix, multiply in full precision, forget it; again in the backward pass, which saves
-                 no weights (on an H200 2 to 4 times faster than fused for thousands of rows)
+                 no weights: faster than fused for thousands of rows on CUDA
     resident     dequantize once when the model is loaded and keep the result (memory for speed; the CPU's choice)
     auto         by device and number of rows
 """

@@ -75,6 +75,11 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         totals = Totals.of(valid, method.spans())
         values = [engine.evaluate(rows, totals) for rows in Batches(valid, train.batch_size, 0, shuffle=False).epoch()]
         record = {"loss": sum(loss.item() for loss, _ in values), **_sum_metrics([m for _, m in values])}
+        if not math.isfinite(record["loss"]):
+            raise NonFiniteError(
+                f"the validation loss after update {step} is {record['loss']}; the last good adapter is unchanged. Lower "
+                "optim.learning_rate, or check the data and the base weights."
+            )
         log.write("val", step=step, **record)
         reporter.values("val", step, total, record)
         trajectory.append({"step": step, **record})

@@ -69,7 +69,7 @@ def test_components_and_resolved():
         "layout": {"name": "prefix_shared"},
     }
     assert built.resolved["memory"] == {"backward": "segmented", "layout": "prefix_shared", "segment_layers": 2}
-    assert built.resolved["optim"]["learning_rate"] == 1e-5
+    assert built.resolved["optim"]["learning_rate"] == 1e-4
 
 
 def test_resolved_is_a_configuration():
