@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check() -> bool:
-    """Gradients of tiny models, 8-bit weights, under every strategy and head against the plain ones; prints the worst."""
+    """Gradients of tiny models, 8-bit weights, under every strategy and head against the plain ones."""
     from mlxlab import backend
     from mlxlab.heads import flash_check
     from mlxlab.heads.chunked import Chunked

@@ -23,7 +23,7 @@ def exp(x: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x elementwise [...] (Shazeer, 2020); on a CPU with an analytic backward that keeps its inputs only."""
+    """silu(gate) * x elementwise [...] (Shazeer, 2020); on a CPU with an analytic backward from its inputs alone."""
     return _cpu_swiglu(gate, x) if on_cpu() else nn.silu(gate) * x
 
 

@@ -37,12 +37,12 @@ def mlxlab_register_memory(register):
 
 @hookspec
 def mlxlab_register_models(register):
-    """`register(name, cls)` with a subclass of `mlxlab.ModelAdapter` (a family) or `mlxlab.ModelSource` (a checkpoint)."""
+    """`register(name, cls)` with a subclass of `mlxlab.ModelAdapter` (family) or `mlxlab.ModelSource` (checkpoint)."""
 
 
 @hookspec
 def mlxlab_config_dirs():
-    """Path, or list of paths, of folders with configuration options (`<dir>/method/simpo.yaml`, `<dir>/experiment/...`)."""
+    """Path, or list of paths, of folders with options: `<dir>/method/simpo.yaml`, `<dir>/experiment/...`."""
 
 
 @hookspec

@@ -376,7 +376,7 @@ class ModelAdapter(ABC):
 
 @dataclass(frozen=True)
 class ModelSource(Component):
-    """Where a checkpoint comes from: options in, a local folder out (config.json, weights, tokenizer; mlx-lm's format)."""
+    """Where a checkpoint comes from: options in, a local folder in mlx-lm's format out."""
 
     @abstractmethod
     def folder(self) -> Path:

@@ -248,8 +248,8 @@ def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CheckpointError(
-            f"lora.warm_start={folder} does not fit: {'; '.join(problems[:3])}{more}. Use the same lora options as that "
-            "adapter, or none to start anew."
+            f"lora.warm_start={folder} does not fit: {'; '.join(problems[:3])}{more}. Use the same lora "
+            "options as that adapter, or none to start anew."
         )
     lora.update({name: tensors[name].astype(mx.float32) for name in params})
 

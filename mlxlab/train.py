@@ -77,8 +77,8 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         record = {"loss": sum(loss.item() for loss, _ in values), **_sum_metrics([m for _, m in values])}
         if not math.isfinite(record["loss"]):
             raise NonFiniteError(
-                f"the validation loss after update {step} is {record['loss']}; the last good adapter is unchanged. Lower "
-                "optim.learning_rate, or check the data and the base weights."
+                f"the validation loss after update {step} is {record['loss']}; the last good adapter is unchanged. "
+                "Lower optim.learning_rate, or check the data and the base weights."
             )
         log.write("val", step=step, **record)
         reporter.values("val", step, total, record)

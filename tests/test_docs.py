@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxlab import hookspecs
 from mlxlab.cli import main
 from mlxlab.hookspecs import hookspec
-from mlxlab import hookspecs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,8 +32,9 @@ def test_the_plugin_of_the_readme_trains(elsewhere, capsys):
     code = re.search(r"```python\n# plugins/simpo\.py\n(.*?)```", README, re.S)[1]
     (elsewhere / "plugins").mkdir()
     (elsewhere / "plugins" / "simpo.py").write_text(code, encoding="utf-8")
-    arguments = ["method=simpo", "method.gamma=0.5", "memory=[segmented,prefix_shared]", "head=flash", "model=tiny_llama"]
-    assert main([*arguments, "data=shouting", "train.iters=2", "train.samples=0"]) == 0, capsys.readouterr().err
+    arguments = ["method=simpo", "method.gamma=0.5", "memory=[segmented,prefix_shared]", "head=flash"]
+    code = main([*arguments, "model=tiny_llama", "data=shouting", "train.iters=2", "train.samples=0"])
+    assert code == 0, capsys.readouterr().err
     (run,) = elsewhere.glob("outputs/*/*/run.json")
     assert json.loads(run.read_text(encoding="utf-8"))["plan"]["components"]["method"]["gamma"] == 0.5
 

@@ -149,7 +149,7 @@ def test_targets_and_layers():
         "layers.2.down_proj",
         "layers.2.q_proj",
     ]
-    with pytest.raises(ConfigError, match="lora.targets: k_proj is the name of no linear layer; .*did you mean 'q_proj'"):
+    with pytest.raises(ConfigError, match="k_proj is the name of no linear layer; .*did you mean 'q_proj'"):
         make(targets=("q_proj", "k_proj"))
     with pytest.raises(ConfigError, match="lora.num_layers=4, but the model has 3 layers"):
         make(num_layers=4)

@@ -17,9 +17,9 @@ from typing import ClassVar, Iterable
 import mlx.core as mx
 
 from mlxlab import backend
+from mlxlab.elementwise import exp
 from mlxlab.errors import ConfigError
 from mlxlab.heads import flash_check, flash_cuda, flash_metal
-from mlxlab.elementwise import exp
 from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Head, Problem, Setup
 
@@ -34,7 +34,7 @@ class Flash(Head):
     Args:
         chunk_tokens: scored rows per call.
         tile_vocab: vocabulary entries whose logits exist at the same time (portable form).
-        form: "auto" (a kernel where there is one that passes its check), "portable", or "kernel" (an error without one).
+        form: "auto" (a kernel where one passes its check), "portable", or "kernel" (an error without one).
     """
 
     chunk_tokens: int = 2048
