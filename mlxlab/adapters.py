@@ -21,8 +21,11 @@ def save_adapter(folder: Path, lora: Lora, config: LoraConfig, base_model: str, 
     With one rank and scale for all layers, `mlx_lm.generate --adapter-path FOLDER` works. With several it cannot (its
     format has one rank), and the configuration says so in a form that mlx-lm refuses.
 
+    `RunFolder.save` makes the folder, and replaces an older one only when everything is written.
+
     Raises:
         CheckpointError: a weight is not finite.
+        OSError: the weights cannot be written; says how many bytes they need.
     """
     params = lora.params()
     mx.eval(params)
@@ -34,7 +37,10 @@ def save_adapter(folder: Path, lora: Lora, config: LoraConfig, base_model: str, 
     if uniform:
         parameters |= {"rank": ranks.pop(), "scale": scales.pop()}
     else:
-        parameters["note"] = "ranks or scales differ between layers, which this format cannot say; see mlxlab.ranks"
+        parameters["note"] = (
+            "mlx-lm cannot load this adapter: ranks or scales differ between layers (mlxlab.ranks, mlxlab.scales), "
+            "and its format has one rank and one scale"
+        )
     content = {
         "fine_tune_type": "lora",
         "num_layers": config.num_layers,
@@ -50,7 +56,7 @@ def save_adapter(folder: Path, lora: Lora, config: LoraConfig, base_model: str, 
             **extra,
         },
     }
-    mx.save_safetensors(str(folder / WEIGHTS), params, {"format": "mlx"})
+    _write(folder / WEIGHTS, params)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -64,7 +70,7 @@ def save_checkpoint(
 ) -> None:
     """An adapter folder with `optimizer.safetensors` and `progress.json` beside it."""
     save_adapter(folder, lora, config, base_model, {})
-    mx.save_safetensors(str(folder / "optimizer.safetensors"), dict(optimizer))
+    _write(folder / "optimizer.safetensors", dict(optimizer))
     (folder / "progress.json").write_text(json.dumps(dict(progress), indent=2) + "\n", encoding="utf-8")
 
 
@@ -82,9 +88,21 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, mx.array
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = mx.load(str(folder / WEIGHTS))
         mx.eval(tensors)
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} must hold an object, got {type(config).__name__}")
     except (ValueError, RuntimeError, OSError) as error:
-        raise CheckpointError(f"the adapter in {folder} cannot be read ({' '.join(str(error).split())}).") from error
+        raise CheckpointError(
+            f"the adapter in {folder} cannot be read ({' '.join(str(error).split())}); use another adapter."
+        ) from error
     return config, tensors
+
+
+def _write(path: Path, tensors: Mapping[str, mx.array]) -> None:
+    try:
+        mx.save_safetensors(str(path), dict(tensors), {"format": "mlx"})
+    except RuntimeError as error:  # MLX's form of an operating system's error, such as a full disk
+        needed = sum(value.nbytes for value in tensors.values())
+        raise OSError(f"{path.name} needs {needed} bytes: {error}") from error
 
 
 def _relative(path: str) -> str:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlxlab.errors import ConfigError, nearest
+from mlxlab.errors import CheckpointError, ConfigError, nearest
 from mlxlab.interfaces import Params
 from mlxlab.linear import FrozenMatrix
 
@@ -140,18 +140,18 @@ class Lora:
         The dropout mask of a layer depends on `key` and the layer only, so that it can be drawn again.
         """
         before = {name: self._leaf(name) for name in params}
-        touched = {name.rpartition(".")[0]: None for name in params}
+        keys = {path: self.modules[path]._key for path in (name.rpartition(".")[0] for name in params)}
         try:
             self.update(params)
-            for path in touched:
-                module = self.modules[path]
-                if key is not None and module.dropout > 0:
-                    module._key = mx.random.split(key, len(self.modules))[self._number[path]]
+            for path in keys:
+                drops = key is not None and self.modules[path].dropout > 0
+                own = mx.random.split(key, len(self.modules))[self._number[path]] if drops else None
+                self.modules[path]._key = own
             yield
         finally:
             self.update(before)
-            for path in touched:
-                self.modules[path]._key = None
+            for path, own in keys.items():
+                self.modules[path]._key = own
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -190,26 +190,33 @@ def apply_lora(
         model_folder: where `optiq_metadata.json` is, for rank_scaling="by_kl".
 
     Raises:
-        ConfigError: a target that no layer has, more layers than there are, no sensitivities for by_kl.
+        ConfigError: a target that no layer has or that is no linear layer (experts, convolutions), more layers than
+            there are, no usable sensitivities for by_kl.
     """
     if config.num_layers > len(block_paths):
         raise ConfigError(
             f"lora.num_layers={config.num_layers}, but the model has {len(block_paths)} layers; use -1 for all."
         )
     chosen = block_paths[-config.num_layers :] if config.num_layers > 0 else block_paths
-    linears = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear)) and any(path.startswith(block + ".") for block in chosen)
+    inside = {
+        path: module for path, module in model.named_modules() if any(path.startswith(block + ".") for block in chosen)
     }
-    found = {target: [path for path in linears if f".{path}".endswith(f".{target}")] for target in config.targets}
+    linears = {path: module for path, module in inside.items() if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
+    found = {target: [path for path in inside if f".{path}".endswith(f".{target}")] for target in config.targets}
     if unused := [target for target, paths in found.items() if not paths]:
         names = {path.rpartition(".")[2] for path in linears}
+        where = f" in the last {config.num_layers} of {len(block_paths)} layers" if config.num_layers > 0 else ""
         raise ConfigError(
-            f"lora.targets: {', '.join(unused)} is the name of no linear layer; {nearest(unused[0], names)}"
+            f"lora.targets: {', '.join(unused)} is the name of no linear layer{where}; {nearest(unused[0], names)}"
         )
-    paths = sorted({path for paths in found.values() for path in paths})
-    kl = _sensitivities(model_folder) if config.rank_scaling == "by_kl" else {}
+    for target, matches in found.items():
+        if other := next((path for path in matches if path not in linears), None):
+            raise ConfigError(
+                f"lora.targets: {target} matches {other}, a {type(inside[other]).__name__}, and only linear layers can "
+                "have LoRA; name linear layers more exactly, such as self_attn.q_proj."
+            )
+    paths = sorted({path for matches in found.values() for path in matches})
+    kl = _sensitivities(model_folder, paths) if config.rank_scaling == "by_kl" else {}
     keys = mx.random.split(mx.random.key(seed), len(paths))
     modules = {}
     for path, key in zip(paths, keys):
@@ -226,10 +233,9 @@ def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
     """Start from the weights of an adapter folder; nothing is changed unless everything fits.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or misshaped, or the stored scale is another one.
+        CheckpointError: tensors are missing, unknown, misshaped or not finite, or the scale is not the stored one.
     """
     from mlxlab.adapters import load_adapter
-    from mlxlab.errors import CheckpointError
 
     config, tensors = load_adapter(folder)
     params = lora.params()
@@ -238,12 +244,14 @@ def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
     for name, value in params.items():
         if name in tensors and tensors[name].shape != value.shape:
             problems.append(f"{name} has shape {tensors[name].shape}, this run needs {value.shape}")
+    problems += [f"{name} is not finite" for name, value in tensors.items() if not mx.isfinite(value).all().item()]
     stored = config.get("mlxlab", {}).get("scales") or {}
     default = config.get("lora_parameters", {}).get("scale")
     for path, scale in lora.scales.items():
         theirs = stored.get(path, default)
-        if theirs is not None and not math.isclose(theirs, scale, rel_tol=1e-6):
-            problems.append(f"{path} was trained with scale {theirs}, this run has {scale}")
+        if theirs is None or not math.isclose(theirs, scale, rel_tol=1e-6):
+            trained = "does not say its scale" if theirs is None else f"was trained with scale {theirs}"
+            problems.append(f"{path} {trained}, this run has {scale}")
             break
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
@@ -266,15 +274,26 @@ def _rank(config: LoraConfig, path: str, linear: nn.Module, kl: Mapping[str, flo
     return max(1, math.ceil(config.rank * getattr(linear, "bits", 4) / 4))
 
 
-def _sensitivities(folder: Path | None) -> dict[str, float]:
+def _sensitivities(folder: Path | None, paths: Sequence[str]) -> dict[str, float]:
+    """KL divergence of each quantized layer, by path; at least one of `paths` has one."""
     path = None if folder is None else folder / "optiq_metadata.json"
+    found: dict[str, float] = {}
     if path is not None and path.exists():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        layers = content.get("per_layer") or content.get("optimization", {}).get("per_layer") or {}
-        found = {name: float(entry["kl"]) for name, entry in layers.items() if "kl" in entry}
-        if found:
-            return found
-    raise ConfigError(
-        f"lora.rank_scaling=by_kl needs sensitivities, and {path or 'the model folder'} has none; "
-        "use by_bits or constant."
-    )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            layers = content.get("per_layer") or content.get("optimization", {}).get("per_layer") or {}
+            found = {name: float(entry["kl"]) for name, entry in layers.items() if entry.get("kl") is not None}
+            if bad := next((name for name, kl in found.items() if not 0 <= kl < math.inf), None):
+                raise ValueError(f"kl of {bad} must be >= 0 and finite, got {found[bad]}")
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"lora.rank_scaling=by_kl cannot read the sensitivities in {path} ({' '.join(str(error).split())}); "
+                "repair that file, or use by_bits or constant."
+            ) from error
+    if not found.keys() & set(paths):
+        lacks = f"names other layers (such as {next(iter(found))})" if found else "has none"
+        raise ConfigError(
+            f"lora.rank_scaling=by_kl needs sensitivities, and {path or 'the model folder'} {lacks}; "
+            "use by_bits or constant."
+        )
+    return found

@@ -9,7 +9,7 @@ from typing import Mapping
 import mlx.core as mx
 import mlx.optimizers
 
-from mlxlab.errors import nearest
+from mlxlab.errors import CheckpointError, nearest
 from mlxlab.interfaces import Params
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -23,7 +23,8 @@ class OptimConfig:
         learning_rate: at the peak, > 0.
         schedule: "cosine", "linear" or "constant", after the warm-up.
         warmup: updates (not micro-batches) over which the rate rises linearly, >= 0; for every schedule.
-        final_ratio: rate of the last update as a share of the peak, 0 to 1; for cosine and linear.
+        final_ratio: rate that the schedule falls to, as a share of the peak, 0 to 1; it would be reached one update
+            after the last. "constant" does not fall and does not read it.
         betas: decay of the averages of gradients and of their squares.
         eps: added to the root of the second average.
         weight_decay: decoupled, per update, times the learning rate.
@@ -117,7 +118,18 @@ class Optimizer:
         return {f"{leaf}/{n}": v for leaf, part in self._parts.items() for n, v in _flat(part.state).items()}
 
     def load_state(self, state: Mapping[str, mx.array]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned.
+
+        Raises:
+            CheckpointError: not the state of such an optimizer.
+        """
+        strange = [name for name in state if name.partition("/")[0] not in self._parts]
+        missing = [f"{leaf}/step" for leaf in self._parts if f"{leaf}/step" not in state]
+        if strange or missing:
+            what = f"{strange[0]} is unknown" if strange else f"{missing[0]} is missing"
+            raise CheckpointError(
+                f"this is not the state of an optimizer: {what}; use the optimizer.safetensors of a run."
+            )
         for leaf, part in self._parts.items():
             mine = [(n.removeprefix(f"{leaf}/"), v) for n, v in state.items() if n.startswith(f"{leaf}/")]
             part.state = _nested(mine)

@@ -49,7 +49,13 @@ def test_a_run(program, elsewhere):
     facts = read(folder / "run.json")
     assert facts["command"] == ["mlxlab", TINY, "seed=3", "output_dir=results", "optim.learning_rate=1e-5"]
     assert set(facts["versions"]) >= {"mlxlab", "mlx", "mlx-lm", "hydra-core"} and facts["plan"] == {"updates": 1}
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.json", "run.json", "status.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".hydra",
+        "config.yaml",
+        "metrics.json",
+        "run.json",
+        "status.json",
+    ]
 
 
 def test_flags_may_stand_anywhere(program, elsewhere):
@@ -166,11 +172,13 @@ def test_no_model(program):
 # ------------------------------------------------------------------------------------------------------------ folders
 def test_an_explicit_folder_is_used_once(program, elsewhere):
     assert program(TINY, "hydra.run.dir=mine").code == 0
-    before = {path.name: path.read_bytes() for path in (elsewhere / "mine").iterdir()}
+    content = lambda: {path: path.read_bytes() for path in (elsewhere / "mine").rglob("*") if path.is_file()}
+    before = content()
+    assert elsewhere / "mine" / ".hydra" / "overrides.yaml" in before
     outcome = program(TINY, "hydra.run.dir=mine", "seed=1")
     assert outcome.code == 1 and len(program.configs) == 1
     assert f"the folder {elsewhere / 'mine'} already holds a run" in outcome.err
-    assert {path.name: path.read_bytes() for path in (elsewhere / "mine").iterdir()} == before
+    assert content() == before
 
 
 INSTANT = """

@@ -39,7 +39,7 @@ def test_the_plugin_of_the_readme_trains(elsewhere, capsys):
     assert json.loads(run.read_text(encoding="utf-8"))["plan"]["components"]["method"]["gamma"] == 0.5
 
 
-@pytest.mark.parametrize("command", re.findall(r"python -m mlxlab (-m [^\n]*|(?!-)[a-z]+\.?[a-z]*=[^\n]*)", README))
+@pytest.mark.parametrize("command", re.findall(r"python -m mlxlab (-m [^\n`]*|(?!-)[a-z]+\.?[a-z]*=[^\n`]*)", README))
 def test_every_command_of_the_readme_composes(elsewhere, capsys, command):
     """With --cfg job, which composes and checks keys without training."""
     words = [word for word in command.split("#")[0].split() if word not in ("-m", "\\")]

@@ -88,6 +88,33 @@ def test_rank_by_sensitivity(tmp_path):
     assert list(lora.ranks.values()) == [16, 8, 4]
     with pytest.raises(ConfigError, match="needs sensitivities, and .* has none; use by_bits or constant"):
         make(folder=tmp_path / "elsewhere", rank_scaling="by_kl")
+    layers["layers.1.q_proj"] = {"bits": 4}  # no sensitivity and no width: the base rank
+    layers["layers.2.q_proj"] = {"kl": 0.0}
+    (tmp_path / "optiq_metadata.json").write_text(json.dumps({"per_layer": layers}), encoding="utf-8")
+    assert list(make(folder=tmp_path, rank=8, rank_scaling="by_kl")[1].ranks.values()) == [8, 8, 4]  # median 2
+
+
+def test_rank_by_sensitivities_that_are_all_zero(tmp_path):
+    layers = {f"layers.{i}.q_proj": {"kl": 0.0} for i in range(3)}
+    (tmp_path / "optiq_metadata.json").write_text(json.dumps({"per_layer": layers}), encoding="utf-8")
+    assert list(make(folder=tmp_path, rank=8, rank_scaling="by_kl")[1].ranks.values()) == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        ("{broken", r"by_kl cannot read the sensitivities in .*optiq_metadata.json \(.*; repair that file"),
+        ("[1]", "by_kl cannot read"),
+        ('{"per_layer": {"layers.0.q_proj": {"kl": "high"}}}', "by_kl cannot read"),
+        ('{"per_layer": {"layers.0.q_proj": {"kl": -1}}}', "kl of layers.0.q_proj must be >= 0 and finite, got -1.0"),
+        ('{"per_layer": {"layers.0.q_proj": {"kl": NaN}}}', "kl of layers.0.q_proj must be >= 0 and finite, got nan"),
+        ('{"per_layer": {"blocks.0.q": {"kl": 1}}}', "names other layers .such as blocks.0.q.; use by_bits"),
+    ],
+)
+def test_sensitivities_that_cannot_be_used(tmp_path, content, sentence):
+    (tmp_path / "optiq_metadata.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=sentence):
+        make(folder=tmp_path, rank_scaling="by_kl")
 
 
 def test_rslora_divides_by_the_root_of_each_rank():
@@ -128,6 +155,40 @@ def test_dropout_statistics_and_keys():
     assert mx.allclose(compiled(mx.random.key(1)), one) and mx.allclose(compiled(mx.random.key(2)), other)
 
 
+def test_dropout_repeats_in_recomputation():
+    """mx.checkpoint draws the mask again: value and gradient are those without it. Float32, within 1e-6 relative."""
+    model, lora = make(rank=4, dropout=0.5)
+    lora.update({name: mx.random.normal(p.shape, key=mx.random.key(7)) for name, p in lora.params().items()})
+    x = mx.random.normal((5, 64), key=mx.random.key(1))
+    params = {name: value for name, value in lora.params().items() if name.startswith("layers.0.")}
+
+    def loss(params, key):
+        with lora.bound(params, key):
+            return mx.square(model.layers[0].q_proj(x)).sum()
+
+    drawn = lambda params: loss(params, mx.random.key(3))  # captured: mx.checkpoint would differentiate an argument
+    value, gradient = mx.value_and_grad(drawn)(params)
+    mx.random.seed(11)  # the global generator has no say
+    again, repeated = mx.value_and_grad(mx.checkpoint(drawn))(params)
+    assert again.item() == pytest.approx(value.item(), rel=1e-6)
+    assert all(mx.allclose(repeated[name], gradient[name], rtol=1e-5, atol=1e-4) for name in params)
+    assert abs(loss(params, mx.random.key(4)).item() / value.item() - 1) > 1e-3
+
+
+def test_bound_restores_what_it_found():
+    model, lora = make(dropout=0.5)
+    layer, before = model.layers[0].q_proj, lora.params()
+    zeros = {name: mx.zeros_like(value) for name, value in before.items()}
+    with pytest.raises(KeyError):
+        with lora.bound(zeros, mx.random.key(0)):
+            outer = layer._key
+            with lora.bound(zeros, None):
+                assert layer._key is None
+            assert layer._key is outer and not layer.lora_a.any()
+            raise KeyError
+    assert layer._key is None and all(value is before[name] for name, value in lora.params().items())
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -153,6 +214,20 @@ def test_targets_and_layers():
         make(targets=("q_proj", "k_proj"))
     with pytest.raises(ConfigError, match="lora.num_layers=4, but the model has 3 layers"):
         make(num_layers=4)
+    with pytest.raises(ConfigError, match="k_proj is the name of no linear layer in the last 1 of 3 layers"):
+        make(num_layers=1, targets=("q_proj", "k_proj"))
+
+
+def test_layers_that_are_not_linear_are_refused():
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    for layer in (SwitchLinear(64, 32, 4, bias=False), nn.Conv1d(64, 32, 3), nn.RMSNorm(64)):
+        model = Model()
+        model.layers[1].q_proj = layer
+        sentence = f"q_proj matches layers.1.q_proj, a {type(layer).__name__}, and only linear layers can have LoRA"
+        with pytest.raises(ConfigError, match=sentence):
+            apply_lora(model, BLOCKS, LoraConfig(targets=("q_proj",)), seed=0)
+        assert isinstance(model.layers[0].q_proj, nn.Linear)  # nothing was replaced
 
 
 def test_warm_start_names_what_does_not_fit(tmp_path):

@@ -7,6 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
+from mlxlab.errors import CheckpointError
 from mlxlab.optim import OptimConfig, Optimizer, clip_by_global_norm, learning_rate_at
 
 NAMES = ("layer.lora_a", "layer.lora_b")
@@ -75,6 +76,15 @@ def test_state_continues():
     for step in range(4, 7):
         b = second.update(b, gradient(step), step)
     assert [a[n].item() for n in NAMES] == [b[n].item() for n in NAMES]
+
+
+@pytest.mark.parametrize(
+    "state, sentence",
+    [({}, "a/step is missing"), ({"c/step": mx.array(1)}, "c/step is unknown")],
+)
+def test_a_strange_state_is_refused(state, sentence):
+    with pytest.raises(CheckpointError, match=f"not the state of an optimizer: {sentence}"):
+        Optimizer(OptimConfig(learning_rate=0.1), 5).load_state(state)
 
 
 def test_clipping():
