@@ -134,6 +134,7 @@ def install(model: nn.Module, policy: str, dtype: mx.Dtype) -> None:
         out, columns = matrix.shape
         new = nn.Linear(columns, out, bias="bias" in old)
         new.weight = matrix.weight
+        new.bits = old.bits  # what lora.rank_scaling=by_bits goes by
         mx.eval(new.weight)
         if "bias" in old:
             new.bias = old.bias

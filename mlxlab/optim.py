@@ -9,7 +9,7 @@ from typing import Mapping
 import mlx.core as mx
 import mlx.optimizers
 
-from mlxlab.errors import CheckpointError, nearest
+from mlxlab.errors import CheckpointError, ConfigError, nearest
 from mlxlab.interfaces import Params
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -91,9 +91,17 @@ class Optimizer:
     Args:
         config: options.
         total: number of updates of the run, for the schedule.
+
+    Raises:
+        ConfigError: the warm-up is as long as the run.
     """
 
     def __init__(self, config: OptimConfig, total: int):
+        if total and config.warmup >= total:
+            raise ConfigError(
+                f"optim.warmup={config.warmup} takes all {total} updates of this run, so the peak learning rate would "
+                f"never be used; give less than {total}."
+            )
         self.config, self.total = config, total
         options = {"betas": list(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
         self._parts = {

@@ -125,7 +125,7 @@ def test_rslora_divides_by_the_root_of_each_rank():
 def test_disabled_restores_unequal_scales_after_an_exception():
     model, lora = make(bits=(8, 4), rslora=True, rank_scaling="by_bits")
     before = lora.scales
-    lora.update({name: mx.ones_like(value) for name, value in lora.params().items()})
+    lora.update({name: mx.full(value.shape, mx.nan) for name, value in lora.params().items()})  # 0 * nan is nan
     x = mx.ones((1, 64))
     with pytest.raises(KeyError):
         with lora.disabled():
@@ -277,3 +277,15 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(CheckpointError, match="layers.1.q_proj.lora_b is not finite"):
         save_adapter(tmp_path, lora, LoraConfig(), "base", {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["fused", "dequantize", "resident"])
+def test_bits_decide_the_rank_however_products_are_computed(policy):
+    from mlxlab.models.decoder import Llama
+    from mlxlab.models.load import load
+    from mlxlab.models.tiny import TinyLlama
+
+    loaded = load(TinyLlama(bits=8).folder(), Llama, "float32", policy)
+    paths = [block.path for block in loaded.adapter.blocks()]
+    lora = apply_lora(loaded.model, paths, LoraConfig(rank=4, rank_scaling="by_bits"), seed=0)
+    assert set(lora.ranks.values()) == {8}

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxlab.errors import CheckpointError
+from mlxlab.errors import ConfigError
 from mlxlab.optim import OptimConfig, Optimizer, clip_by_global_norm, learning_rate_at
 
 NAMES = ("layer.lora_a", "layer.lora_b")
@@ -111,3 +112,8 @@ def test_clipping():
 def test_ranges(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         OptimConfig(**{"learning_rate": 1e-3, **options})
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused():
+    with pytest.raises(ConfigError, match="optim.warmup=5 takes all 5 updates of this run"):
+        Optimizer(OptimConfig(learning_rate=1e-3, warmup=5), 5)
