@@ -7,8 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlxlab.errors import CheckpointError
-from mlxlab.errors import ConfigError
+from mlxlab.errors import CheckpointError, ConfigError
 from mlxlab.optim import OptimConfig, Optimizer, clip_by_global_norm, learning_rate_at
 
 NAMES = ("layer.lora_a", "layer.lora_b")
