@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxlab import backend
 
-POLICIES = ("auto", "fused", "dequantize", "resident")
 _MANY_ROWS = 256  # from here on dequantize-then-multiply wins on CUDA
 
 

@@ -110,6 +110,7 @@ class Lora:
     def __init__(self, modules: Mapping[str, LoRALinear]):
         self.modules = dict(sorted(modules.items()))
         self._number = {path: number for number, path in enumerate(self.modules)}
+        self._names = tuple(f"{path}.{leaf}" for path in self.modules for leaf in LEAVES)
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -131,7 +132,7 @@ class Lora:
 
     def names_under(self, path: str) -> tuple[str, ...]:
         """Names of the leaves inside the module at `path`."""
-        return tuple(name for name in self.params() if name.startswith(path + "."))
+        return tuple(name for name in self._names if name.startswith(path + "."))
 
     @contextmanager
     def bound(self, params: Mapping[str, mx.array], key: mx.array | None = None) -> Iterator[None]:
@@ -143,10 +144,10 @@ class Lora:
         keys = {path: self.modules[path]._key for path in (name.rpartition(".")[0] for name in params)}
         try:
             self.update(params)
+            split = None if key is None else mx.random.split(key, len(self.modules))
             for path in keys:
-                drops = key is not None and self.modules[path].dropout > 0
-                own = mx.random.split(key, len(self.modules))[self._number[path]] if drops else None
-                self.modules[path]._key = own
+                drops = split is not None and self.modules[path].dropout > 0
+                self.modules[path]._key = split[self._number[path]] if drops else None
             yield
         finally:
             self.update(before)

@@ -87,7 +87,7 @@ class RunFolder:
             "code": code_state(),
             "plan": plan,
         }
-        write_text(self.path / "run.json", _json(facts))
+        write_json(self.path / "run.json", facts)
         self._started = True
         notify(self.registry, "mlxlab_run_started", run_dir=self.path, config=self.config, plan=dict(plan))
 
@@ -128,7 +128,7 @@ class RunFolder:
         self._status.update(state=state, ended=_now(), **values)
         if error is not None:
             self._status["error"] = error
-        write_text(self.path / "status.json", _json(self._status))
+        write_json(self.path / "status.json", self._status)
         if self._started:
             notify(self.registry, "mlxlab_run_finished", run_dir=self.path, status=dict(self._status))
 
@@ -144,6 +144,11 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file like `write_text`; NaN and infinity become text."""
+    write_text(path, _json(content))
 
 
 def code_state() -> dict[str, Any] | None:

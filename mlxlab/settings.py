@@ -14,8 +14,9 @@ class ModelConfig:
     """How a checkpoint computes.
 
     Args:
-        dtype: of activations and unquantized weights: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
-        linear: products with quantized weights: "auto" (by device and bits), "fused" (MLX's quantized kernels),
+        dtype: of activations and unquantized weights: "auto" (float32 on a CPU, bfloat16 on a GPU),
+            "float32", "bfloat16", "float16".
+        linear: products with quantized weights: "auto" (by device and rows), "fused" (MLX's quantized kernels),
             "dequantize" (weights expanded for each product), "resident" (expanded once, kept; most memory).
     """
 

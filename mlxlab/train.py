@@ -16,10 +16,10 @@ from mlxlab.engine import StepEngine
 from mlxlab.errors import NonFiniteError
 from mlxlab.interfaces import Example, Params, Setup, Totals
 from mlxlab.lora import apply_lora, load_adapter_weights
-from mlxlab.metrics import MetricsLog, Reporter, Window, write_json
+from mlxlab.metrics import MetricsLog, Reporter, Window
 from mlxlab.models.load import load, read_config
 from mlxlab.optim import Optimizer, clip_by_global_norm, learning_rate_at
-from mlxlab.rundir import RunFolder
+from mlxlab.rundir import RunFolder, write_json
 from mlxlab.samples import generate, prompts_of
 
 
