@@ -53,8 +53,7 @@ def load(folder: Path, family: type[ModelAdapter], dtype: str = "auto", policy: 
     model, config = load_model(folder)
     eos = config.get("eos_token_id")
     tokenizer = load_tokenizer(folder, eos_token_ids=eos)
-    if dtype == "auto":
-        dtype = "float32" if backend.device() == "cpu" else "bfloat16"
+    dtype = resolve_dtype(dtype)
     model.set_dtype(DTYPES[dtype])
     policy = linear.resolve_policy(policy, model, DTYPES[dtype])
     linear.install(model, policy, DTYPES[dtype])
@@ -64,6 +63,13 @@ def load(folder: Path, family: type[ModelAdapter], dtype: str = "auto", policy: 
     adapter = family(model, policy)
     check_adapter(adapter, config)
     return LoadedModel(model, adapter, tokenizer, dtype, policy)
+
+
+def resolve_dtype(dtype: str) -> str:
+    """What "auto" means on this machine: half precision is slow on a CPU."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if backend.device() == "cpu" else "bfloat16"
 
 
 def walk(adapter: ModelAdapter, ids: mx.array) -> mx.array:
