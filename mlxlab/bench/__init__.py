@@ -9,7 +9,8 @@ share, default half), `rows` (rows per step), `repeats` (timed steps per cell; t
 is an override of the training configuration; lists make a grid.
 
 Peers are mlx_lm and mlx_lm_lora, each also with its gradient checkpointing (mlx_lm_checkpoint ...). They run their own
-training function on the same rows; mlx_lm, which has no preference loss, gets the branches as ordinary sequences.
+training function on the same rows; mlx_lm, which has no preference loss, gets the branches as ordinary sequences. They
+compile their step; with `compile_peers=false` they do not, where that takes many minutes.
 
 Every cell runs in a process of its own, one after the other, on the same random token rows and the same checkpoint, so
 a cell that runs out of memory takes nothing else with it. `roofline` is the time that the necessary operations take at
@@ -36,6 +37,7 @@ OPTIONS = {
     "rows": "1",
     "repeats": "3",
     "peers": "",
+    "compile_peers": "true",
     "limit": "1800",
     "output": "",
 }
@@ -57,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
     results: list[dict[str, Any]] = []
     try:
         for number, cell in enumerate(cells, 1):
-            print(f"[{number}/{len(cells)}] {report.label(cell)} length={cell['length']}", file=sys.stderr, flush=True)
+            print(f"[{number}/{len(cells)}] {cell['name']} length={cell['length']}", file=sys.stderr, flush=True)
             results.append({**cell, **_in_process(cell, int(options["limit"]))})
             print(f"    {report.line(results[-1])}", file=sys.stderr, flush=True)
     finally:  # what was measured is shown, even when the bench is interrupted
-        report.print_table(results)
+        report.print_table(results, arguments)
         if options["output"] and results:
-            report.write(Path(options["output"]), results)
+            report.write(Path(options["output"]), results, arguments)
     return 1 if any("error" in result for result in results) else 0
 
 
@@ -84,6 +86,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     for key in ("rows", "repeats", "prompt", "limit"):
         if options[key] and not (options[key].isdigit() and int(options[key]) > 0):
             raise ConfigError(f"bench: {key} must be an integer >= 1, got {options[key]!r}")
+    if options["compile_peers"] not in ("true", "false"):
+        raise ConfigError(f"bench: compile_peers must be true or false, got {options['compile_peers']!r}")
     return options, overrides
 
 
@@ -100,6 +104,9 @@ def _cells(options: dict[str, str], overrides: Sequence[str]) -> list[dict[str, 
         if peer not in peers.PEERS:
             raise ConfigError(f"bench: peers={peer} is not known; {nearest(peer, peers.PEERS)}")
         peers.check(peer, configs[0].components()["method"]["name"])
+    varying = [choices for choices in lists if len(choices) > 1]
+    name = lambda job: " ".join(override for override in job if any(override in choices for choices in varying))
+    compiled = "" if options["compile_peers"] == "true" else ", not compiled"
     cells = []
     for length in _choices(options["length"]):
         if not length.isdigit() or int(length) < 4:
@@ -109,11 +116,12 @@ def _cells(options: dict[str, str], overrides: Sequence[str]) -> list[dict[str, 
             "prompt": int(options["prompt"] or int(length) // 2),
             "rows": int(options["rows"]),
             "repeats": int(options["repeats"]),
+            "compile_peers": options["compile_peers"] == "true",
         }
         if common["prompt"] > common["length"] - 2:
             raise ConfigError(f"bench: prompt={common['prompt']} must leave 2 of length={length} tokens")
-        cells += [{"peer": peer, "overrides": jobs[0], **common} for peer in wanted]
-        cells += [{"peer": None, "overrides": job, **common} for job in jobs]
+        cells += [{"name": peer + compiled, "peer": peer, "overrides": jobs[0], **common} for peer in wanted]
+        cells += [{"name": name(job) or "mlxlab", "peer": None, "overrides": job, **common} for job in jobs]
     return cells
 
 
@@ -134,19 +142,19 @@ def _in_process(cell: dict[str, Any], limit: int) -> dict[str, Any]:
     environment = dict(os.environ)
     if cell["peer"]:
         environment["MLXLAB_BLAS"] = "off"  # a peer runs as its users run it
+        if not cell["compile_peers"]:
+            environment["MLX_DISABLE_COMPILE"] = "1"
     command = [sys.executable, "-m", "mlxlab", "bench", _CELL, json.dumps(cell)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    child = subprocess.Popen(command, **pipes, text=True, env=environment)
-    held = child.stdin
-    child.stdin = None  # communicate() would close it
-    try:
-        out, err = child.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished after {limit} s"}
-    finally:
-        held.close()
-        child.kill()
-        child.wait()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as child:
+        held, child.stdin = child.stdin, None  # open as long as this process lives; communicate() would close it
+        try:
+            out, err = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished after {limit} s"}
+        finally:
+            child.kill()
+            held.close()
     try:
         return json.loads(out.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):

@@ -22,11 +22,6 @@ _COLUMNS = {
 }
 
 
-def label(cell: dict[str, Any]) -> str:
-    """What a cell is called: the peer, or its overrides."""
-    return cell["peer"] or " ".join(cell["overrides"])
-
-
 def line(result: dict[str, Any]) -> str:
     """One measured cell in one line."""
     if "error" in result:
@@ -34,23 +29,26 @@ def line(result: dict[str, Any]) -> str:
     return ", ".join(f"{form.format(result[key])} {name}" for name, (key, form) in _COLUMNS.items())
 
 
-def print_table(results: Sequence[dict[str, Any]]) -> None:
+def print_table(results: Sequence[dict[str, Any]], arguments: Sequence[str]) -> None:
+    """Machine, command and one row per cell."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("cell", "length", *_COLUMNS)
     for row in results:
         values = [row["error"]] if "error" in row else [form.format(row[key]) for key, form in _COLUMNS.values()]
-        table.add_row(label(row), str(row["length"]), *values)
+        table.add_row(Text(row["name"]), str(row["length"]), *map(Text, values))
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(_machine())
+    print(_machine())
+    print("python -m mlxlab bench", *arguments)
     console.print(table)
 
 
-def write(folder: Path, results: Sequence[dict[str, Any]]) -> None:
+def write(folder: Path, results: Sequence[dict[str, Any]], arguments: Sequence[str]) -> None:
     """bench.json with machine and versions, and bench.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "bench.json", {"machine": _machine(), "command": sys.argv[1:], "cells": list(results)})
+    write_json(folder / "bench.json", {"machine": _machine(), "arguments": list(arguments), "cells": list(results)})
     print(f"written to {folder / 'bench.json'}")
     if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
@@ -69,8 +67,8 @@ def _plot(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    for name in dict.fromkeys(label(row) for row in results):
-        rows = [row for row in results if label(row) == name]
+    for name in dict.fromkeys(row["name"] for row in results):
+        rows = [row for row in results if row["name"] == name]
         axes.plot([row["peak_gb"] for row in rows], [row["tokens_per_second"] for row in rows], "o-", label=name)
         for row in rows:
             axes.annotate(f" {row['length']}", (row["peak_gb"], row["tokens_per_second"]), fontsize=8)
