@@ -183,7 +183,13 @@ def _own_step(loaded: Any, config: Any, examples: list[Any]) -> Callable[[], flo
     from mlxlab.lora import apply_lora
     from mlxlab.optim import Optimizer
 
-    lora = apply_lora(loaded.model, [b.path for b in loaded.adapter.blocks()], config.lora, config.seed)
+    lora = apply_lora(
+        loaded.model,
+        [b.path for b in loaded.adapter.blocks()],
+        config.lora,
+        config.seed,
+        family_targets=loaded.adapter.lora_targets,
+    )
     engine = StepEngine(loaded.adapter, lora, config.method, config.head, config.backward, config.layout)
     optimizer = Optimizer(config.optim, 100)
     totals = Totals.of(examples, config.method.spans())
@@ -209,9 +215,11 @@ def _peer_step(peer: str, checkpoint: Path, config: Any, examples: list[Any]) ->
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model
 
+    from mlxlab.lora import TARGETS
+
     model, _ = load_model(checkpoint)
     model.freeze()
-    keys = sorted({f"{parent}.{name}" for parent in ("self_attn", "mlp") for name in config.lora.targets})
+    keys = sorted({f"{parent}.{name}" for parent in ("self_attn", "mlp") for name in config.lora.targets or TARGETS})
     parameters = {"rank": config.lora.rank, "scale": config.lora.scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, config.lora.num_layers, parameters)
     model.train()

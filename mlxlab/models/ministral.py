@@ -1,0 +1,37 @@
+"""Ministral 3: queries grow with their position. Also the Mistral 3 wrapper around it or around a llama."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Iterable, Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxlab.interfaces import Problem
+from mlxlab.models.decoder import Mask, SwigluWalk
+
+_INNER = ("ministral3", "mistral", "llama")
+
+
+class Ministral(SwigluWalk):
+    """Ministral 3 (queries scaled by position), and the text model inside Mistral 3."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("ministral3", "mistral3")
+
+    @classmethod
+    def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:
+        inner = model_config.get("text_config", model_config).get("model_type", "llama")
+        if inner not in _INNER:
+            yield Problem(f"family Ministral has no support for {inner} inside mistral3", f"use one of {_INNER}")
+
+    def windows(self) -> list[int | None]:
+        return [self.inner.sliding_window if layer.use_sliding else None for layer in self.inner.layers]
+
+    def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+        return self.feed(layer, self.attend(layer, h, mask, cache))
+
+    def attend(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+        x = layer.input_layernorm(h)
+        if self.text.model_type == "ministral3":  # which computes its scale itself where none is given
+            return h + layer.self_attn(x, None, mask, cache)
+        return h + layer.self_attn(x, mask, cache)
