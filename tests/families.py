@@ -84,7 +84,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral3 with ministral3": _inside("mistral3", _config("ministral3", _SLIDING, _MINISTRAL)),
     "mixtral": _config("mixtral", _EXPERTS),
     "gemma": _config("gemma"),
-    "gemma2": _config("gemma2", query_pre_attn_scalar=20.0, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma2": _config("gemma2", query_pre_attn_scalar=20, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
     "gemma3_text": _config("gemma3_text", _GEMMA3),
     "gemma3": _inside("gemma3", _config("gemma3_text", _GEMMA3)),
     "gemma3n": _inside(
@@ -125,14 +125,10 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "gemma4_unified": _inside("gemma4_unified", {**TinyGemma4.config, "use_double_wide_mlp": False}),
     "phi": _config("phi", layer_norm_eps=1e-5, partial_rotary_factor=0.5),
-    "phi3": _config(
-        "phi3", partial_rotary_factor=0.5, rope_scaling=_LONG_ROPE, original_max_position_embeddings=64
-    ),
+    "phi3": _config("phi3", partial_rotary_factor=0.5, rope_scaling=_LONG_ROPE, original_max_position_embeddings=64),
     "phimoe": _config("phimoe", _EXPERTS),
     "smollm3": _config("smollm3", no_rope_layer_interval=2, tie_word_embeddings=True),
-    "llama4_text": _config(
-        "llama4_text", intermediate_size_mlp=96, no_rope_layers=[1, 0, 1], use_qk_norm=True
-    ),
+    "llama4_text": _config("llama4_text", intermediate_size_mlp=96, no_rope_layers=[1, 0, 1], use_qk_norm=True),
     "granite": _config("granite", _GRANITE, tie_word_embeddings=True),
     "granitemoe": _config("granitemoe", _GRANITE, _EXPERTS),
     "olmo2": _config("olmo2"),
@@ -176,6 +172,7 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "mamba2": _config(
         "mamba2",
+        expand=1,
         num_heads=4,
         head_dim=16,
         state_size=16,

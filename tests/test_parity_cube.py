@@ -60,7 +60,9 @@ HEADS = [Naive(), Chunked(7), Fused(7), Flash(9, 50), Flash()]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=[(f, b) for f in FAMILIES for b in (0, MIXED)], ids=lambda p: f"{p[0]}-{p[1]}bit")
+@pytest.fixture(
+    scope="module", params=[(f, b) for f in FAMILIES for b in (0, MIXED)], ids=lambda p: f"{p[0]}-{p[1]}bit"
+)
 def trained(request):
     family, bits = request.param
     source, adapter = FAMILIES[family]

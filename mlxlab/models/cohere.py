@@ -17,9 +17,7 @@ class Cohere(DecoderWalk):
     def windows(self) -> list[int | None]:
         if self.text.model_type == "cohere":
             return super().windows()
-        return [
-            self.inner.window_size if layer.self_attn.use_sliding_window else None for layer in self.inner.layers
-        ]
+        return [self.inner.window_size if layer.self_attn.use_sliding_window else None for layer in self.inner.layers]
 
     def logit_options(self) -> dict[str, float | None]:
         return {"scale": self.inner.args.logit_scale}

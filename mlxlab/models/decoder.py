@@ -104,10 +104,10 @@ class SwigluWalk(DecoderWalk):
         """Multiplies what each half adds."""
         return 1.0
 
-    def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+    def run(self, block: Block, state: State, constants: Constants, attention: Attention) -> State:
         if on_cpu():  # whose SwiGLU is the faster one
-            return self.feed(layer, self.attend(layer, h, mask, cache))
-        return layer(h, mask, cache)
+            return self.run_half(block, 1, self.run_half(block, 0, state, constants, attention), constants, attention)
+        return super().run(block, state, constants, attention)
 
     def attend(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
         return self._add(layer, h, layer.self_attn(layer.input_layernorm(h), mask, cache))
@@ -127,4 +127,9 @@ class Llama(SwigluWalk):
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
 
     def windows(self) -> list[int | None]:
-        return [self.inner.sliding_window if layer.use_sliding else None for layer in self.inner.layers]
+        return llama_windows(self.inner)
+
+
+def llama_windows(inner: nn.Module) -> list[int | None]:
+    """Per layer of mlx-lm's llama and what is built on it: the sliding window, or None."""
+    return [inner.sliding_window if layer.use_sliding else None for layer in inner.layers]

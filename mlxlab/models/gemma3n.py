@@ -32,6 +32,10 @@ class Gemma3n(ModelAdapter):
         self._blocks = [Block(i, f"{_PATH}.layers.{i}", layer) for i, layer in enumerate(text.layers)]
         self._donors = list(text.layer_idx_to_cache_idx)
         self._last_reader = {donor: reader for reader, donor in enumerate(self._donors) if donor != reader}
+        for layer in text.layers:
+            if layer.self_attn.is_kv_shared_layer:  # in the checkpoint, but never used: no LoRA may land there
+                for name in ("k_proj", "v_proj"):
+                    layer.self_attn.pop(name)
         matrix = FrozenMatrix.of(text.embed_tokens, policy, text.norm.weight.dtype)
         self._head = HeadWeights(matrix, softcap=text.final_logit_softcapping)
 

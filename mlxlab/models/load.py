@@ -110,13 +110,13 @@ def check_adapter(adapter: ModelAdapter, config: Mapping[str, Any]) -> None:
     largest = mx.abs(stock - walk(adapter, ids, windows)).max().item()
     scale = mx.abs(stock).max().item()
     if not largest <= tolerance * scale:  # NaN fails too
-        raise CompatError(
-            f"{name}: largest logit difference {largest:.3g} of {scale:.3g} on 16 tokens; {remedy}"
-        )
+        raise CompatError(f"{name}: largest logit difference {largest:.3g} of {scale:.3g} on 16 tokens; {remedy}")
     if len(sizes) == len(windows) == len(adapter.blocks()):
         for number, (size, window) in enumerate(zip(sizes, windows)):
             if size is not None and size != window:
-                raise CompatError(f"{name}: block {number} has a window of {size} tokens there, {window} here; {remedy}")
+                raise CompatError(
+                    f"{name}: block {number} has a window of {size} tokens there, {window} here; {remedy}"
+                )
 
 
 def _tolerance(dtype: mx.Dtype) -> float:

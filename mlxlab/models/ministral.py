@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxlab.interfaces import Problem
-from mlxlab.models.decoder import Mask, SwigluWalk
+from mlxlab.models.decoder import Mask, SwigluWalk, llama_windows
 
 _INNER = ("ministral3", "mistral", "llama")
 
@@ -22,16 +22,20 @@ class Ministral(SwigluWalk):
     def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:
         inner = model_config.get("text_config", model_config).get("model_type", "llama")
         if inner not in _INNER:
-            yield Problem(f"family Ministral has no support for {inner} inside mistral3", f"use one of {_INNER}")
+            yield Problem(
+                f"family Ministral has no support for {inner} inside mistral3",
+                f"use a checkpoint with one of {', '.join(_INNER)} inside",
+            )
 
     def windows(self) -> list[int | None]:
-        return [self.inner.sliding_window if layer.use_sliding else None for layer in self.inner.layers]
+        return llama_windows(self.inner)
 
     def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
-        return self.feed(layer, self.attend(layer, h, mask, cache))
+        return layer(h, *self._scale(), mask, cache)
 
     def attend(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
-        x = layer.input_layernorm(h)
-        if self.text.model_type == "ministral3":  # which computes its scale itself where none is given
-            return h + layer.self_attn(x, None, mask, cache)
-        return h + layer.self_attn(x, mask, cache)
+        return h + layer.self_attn(layer.input_layernorm(h), *self._scale(), mask, cache)
+
+    def _scale(self) -> tuple[None, ...]:
+        """Ministral's layers take a scale of the queries before the mask, and compute it themselves if it is None."""
+        return (None,) if self.text.model_type == "ministral3" else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mlxlab.models.decoder import SwigluWalk
+from mlxlab.models.decoder import SwigluWalk, llama_windows
 
 
 class SmolLM3(SwigluWalk):
@@ -13,4 +13,4 @@ class SmolLM3(SwigluWalk):
     model_types: ClassVar[tuple[str, ...]] = ("smollm3",)
 
     def windows(self) -> list[int | None]:
-        return [self.inner.sliding_window if layer.use_sliding else None for layer in self.inner.layers]
+        return llama_windows(self.inner)
