@@ -96,7 +96,7 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, mx.array
             )
     except (ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(
-            f"the adapter in {folder} cannot be read ({' '.join(str(error).split())}); mend it, or use another adapter."
+            f"the adapter in {folder} cannot be read ({' '.join(str(error).split())}); use another adapter."
         ) from error
     return config, tensors
 

@@ -131,9 +131,8 @@ def test_what_is_not_declared_is_refused_with_the_reason(name):
             assert feature not in family.lacks
             compat.check(setup, family, TINY[name])
         else:
-            with pytest.raises(
-                CompatError, match=f"needs the model feature {feature}, which .* lacks .{family.lacks[feature]}"
-            ):
+            sentence = f"needs the model feature {feature}, which .* lacks .{family.lacks[feature]}"
+            with pytest.raises(CompatError, match=sentence):
                 compat.check(setup, family, TINY[name])
 
 
@@ -142,7 +141,7 @@ def test_every_registered_family_has_a_tiny_model(elsewhere):
     assert types == {config["model_type"] for config in TINY.values()}
 
 
-# ----------------------------------------------------------------------------------------------------- the check at load
+# ---------------------------------------------------------------------------------------------------- the check at load
 class Scaled(Llama):
     """Differs in one scale only."""
 
@@ -184,7 +183,7 @@ def test_checkpoints_that_cannot_be_trained_are_refused_before_they_load(name, c
         compat.check(setup, family_of(name), {**TINY[name], **change})
 
 
-# --------------------------------------------------------------------------------------------------------- what is trained
+# ------------------------------------------------------------------------------------------------------ what is trained
 def test_experts_stay_frozen_by_default_and_are_refused_by_name():
     adapter, lora = model("mixtral")
     assert {path.rpartition(".")[2] for path in lora.modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -202,7 +201,7 @@ def test_family_targets_that_the_chosen_layers_lack_are_left_out():
     assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # those layers read a donor's keys
 
 
-# --------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 def test_the_readme_has_the_table_of_families(elsewhere):
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     assert markdown(support(load_plugins())) in readme, "python -m mlxlab models --markdown prints the current table"

@@ -92,15 +92,15 @@ def test_every_combination_equals_the_plain_gradient(trained, method):
 @pytest.mark.parametrize("bits", [0, MIXED], ids=str)
 @pytest.mark.parametrize("config", [GEMMA4_LARGE, GEMMA4_NARROW], ids=["large", "narrow"])
 def test_every_quirk_of_gemma4(config, bits):
-    """Each backward with each layout, and each head and method once."""
+    """Each backward strategy with each layout, and each head with one of them."""
     adapter, lora = make(config, Gemma4, bits)
-    for number, method in enumerate((Dpo(), Orpo(scope="full"))):
-        batch = random_examples(method, VOCABULARY, rows=2)
-        reference = reference_step(adapter, lora, method, batch)
-        for i, (layout, backward) in enumerate(itertools.product((Separate(), PrefixShared()), BACKWARDS)):
-            head = HEADS[(i + number) % len(HEADS)]
-            loss, gradient = parity(adapter, lora, method, head, backward, layout, batch, reference)
-            assert loss < TOLERANCE and gradient < TOLERANCE, (layout, backward, head, loss, gradient)
+    method = Orpo(scope="full")
+    batch = random_examples(method, VOCABULARY, rows=2)
+    reference = reference_step(adapter, lora, method, batch)
+    for i, (layout, backward) in enumerate(itertools.product((Separate(), PrefixShared()), BACKWARDS)):
+        head = HEADS[i % len(HEADS)]
+        loss, gradient = parity(adapter, lora, method, head, backward, layout, batch, reference)
+        assert loss < TOLERANCE and gradient < TOLERANCE, (layout, backward, head, loss, gradient)
 
 
 def test_batch_equals_the_weighted_sum_of_its_rows(trained):

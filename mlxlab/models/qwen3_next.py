@@ -15,9 +15,8 @@ class Qwen3Next(DecoderWalk):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     features: ClassVar[frozenset[str]] = frozenset({"half_blocks"})
-    lacks: ClassVar[Mapping[str, str]] = {
-        "prefix_cache": "most of its layers hand on a recurrent state instead of keys"
-    }
+    lacks: ClassVar[Mapping[str, str]] = {"prefix_cache": "most layers hand on a recurrent state instead of keys"}
+    compiles: ClassVar[bool] = False  # the gated delta rule goes token by token
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")
 
     def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
