@@ -335,8 +335,8 @@ class ModelAdapter(ABC):
     Class attributes: `model_types` (values of `model_type` in config.json) and `features`, a subset of
     "prefix_cache" (attention goes through mlx-lm's cache protocol, so streams can continue one another) and
     "half_blocks" (`run_half` exists). `lacks` says of a missing feature why it is missing. `lora_targets` are the
-    linear layers that get LoRA where the user names none. `compiles` is False where mx.compile takes very long, because a
-    block is a chain of small operations per token. The first line of the docstring is what `mlxlab models` says.
+    linear layers that get LoRA where the user names none. `compiles` is False where mx.compile would take very long,
+    because a block is a chain of small operations per token. The docstring's first line stands in `mlxlab models`.
     """
 
     model_types: ClassVar[tuple[str, ...]]

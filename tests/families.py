@@ -145,7 +145,13 @@ TINY: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=8,
         rope_scaling={"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [1.5] * 4},
     ),
-    "gpt_oss": _config("gpt_oss", _SLIDING, _EXPERTS, intermediate_size=64),
+    "gpt_oss": _config(
+        "gpt_oss",
+        _SLIDING,
+        _EXPERTS,
+        intermediate_size=64,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
+    ),
     "glm4": _config("glm4", attention_bias=True, partial_rotary_factor=0.5),
     "falcon_h1": _config(
         "falcon_h1",
