@@ -90,6 +90,10 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, Any], dict[str, mx.array
         mx.eval(tensors)
         if not isinstance(config, dict):
             raise ValueError(f"{CONFIG} must hold an object, got {type(config).__name__}")
+        if "lora_layers" in config and "num_layers" not in config:  # written by early versions of mlx-lm
+            raise ValueError(
+                f"{CONFIG} has lora_layers={config['lora_layers']}, now num_layers: rename the field there"
+            )
     except (ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(
             f"the adapter in {folder} cannot be read ({' '.join(str(error).split())}); use another adapter."

@@ -153,7 +153,7 @@ class StepEngine:
 
     def _compile(self, key: Hashable, function: Callable) -> Callable:
         """Compiled functions, kept with the engine. Fusing pays on a GPU; MLX's CPU code gains nothing from it."""
-        if backend.device() == "cpu":
+        if backend.device() == "cpu" or not self.adapter.compiles:
             return function
         if key not in self._compiled:
             self._compiled[key] = mx.compile(function)

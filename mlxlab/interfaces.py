@@ -334,11 +334,24 @@ class ModelAdapter(ABC):
 
     Class attributes: `model_types` (values of `model_type` in config.json) and `features`, a subset of
     "prefix_cache" (attention goes through mlx-lm's cache protocol, so streams can continue one another) and
-    "half_blocks" (`run_half` exists).
+    "half_blocks" (`run_half` exists). `lacks` says of a missing feature why it is missing. `lora_targets` are the
+    linear layers that get LoRA where the user names none. `compiles` is False where mx.compile would take very long,
+    because a block is a chain of small operations per token. The docstring's first line stands in `mlxlab models`.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     features: ClassVar[frozenset[str]] = frozenset()
+    lacks: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
     def __init__(self, model: nn.Module, policy: str = "auto"):
         """`policy` says how products with quantized weights are computed (`mlxlab.linear`)."""
@@ -372,6 +385,12 @@ class ModelAdapter(ABC):
     def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:
         """What of a checkpoint's configuration this adapter cannot do."""
         return ()
+
+    @classmethod
+    def without(cls, feature: str) -> str:
+        """Such as "needs the model feature half_blocks, which family Phi lacks (because ...)", for a `Problem`."""
+        reason = f" ({cls.lacks[feature]})" if feature in cls.lacks else ""
+        return f"needs the model feature {feature}, which family {cls.__name__} lacks{reason}"
 
 
 @dataclass(frozen=True)

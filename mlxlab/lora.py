@@ -14,10 +14,10 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxlab.errors import CheckpointError, ConfigError, nearest
-from mlxlab.interfaces import Params
+from mlxlab.interfaces import ModelAdapter, Params
 from mlxlab.linear import FrozenMatrix
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = ModelAdapter.lora_targets
 RANK_SCALINGS = ("constant", "by_bits", "by_kl")
 LEAVES = ("lora_a", "lora_b")
 
@@ -30,7 +30,8 @@ class LoraConfig:
         rank: of the update, >= 1.
         scale: multiplies the update (what other programs call alpha / rank).
         dropout: share of the inputs of the update that is dropped in training, 0 <= dropout < 1.
-        targets: linear layers that get an update: last parts of their path, such as "q_proj" or "self_attn.q_proj".
+        targets: linear layers that get an update: last parts of their path, such as "q_proj" or "self_attn.q_proj";
+            null for those that the model's family is usually trained with (`python -m mlxlab models` lists them).
         num_layers: only the last so many decoder layers; -1 for all.
         rslora: divide `scale` by the square root of the layer's rank (Kalajdzievski, 2023).
         rank_scaling: "constant"; "by_bits": ceil(rank * bits / 4), more where the base is stored more exactly;
@@ -42,22 +43,22 @@ class LoraConfig:
     rank: int = 8
     scale: float = 20.0
     dropout: float = 0.0
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] | None = None
     num_layers: int = -1
     rslora: bool = False
     rank_scaling: str = "constant"
     warm_start: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "targets", None if self.targets is None else tuple(self.targets))
         if self.rank < 1:
             raise ValueError(f"rank must be >= 1, got {self.rank}")
         if not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be > 0 and finite, got {self.scale}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be >= 0 and < 1, got {self.dropout}")
-        if not self.targets:
-            raise ValueError(f"targets must name at least one linear layer, such as {TARGETS[0]}")
+        if self.targets == ():
+            raise ValueError(f"targets must name at least one linear layer, such as {TARGETS[0]}, or be null")
         if self.num_layers != -1 and self.num_layers < 1:
             raise ValueError(f"num_layers must be -1 (all) or >= 1, got {self.num_layers}")
         if self.rank_scaling not in RANK_SCALINGS:
@@ -181,7 +182,12 @@ class Lora:
 
 
 def apply_lora(
-    model: nn.Module, block_paths: Sequence[str], config: LoraConfig, seed: int, model_folder: Path | None = None
+    model: nn.Module,
+    block_paths: Sequence[str],
+    config: LoraConfig,
+    seed: int,
+    model_folder: Path | None = None,
+    family_targets: Sequence[str] = TARGETS,
 ) -> Lora:
     """Put LoRA into a model, in place, and freeze everything else.
 
@@ -189,6 +195,7 @@ def apply_lora(
         block_paths: paths of the decoder layers, in order ("model.layers.0", ...).
         seed: of the initial values; does not touch MLX's global generator.
         model_folder: where `optiq_metadata.json` is, for rank_scaling="by_kl".
+        family_targets: used where `config.targets` is None; those that the chosen layers lack are left out.
 
     Raises:
         ConfigError: a target that no layer has or that is no linear layer (experts, convolutions), more layers than
@@ -203,7 +210,10 @@ def apply_lora(
         path: module for path, module in model.named_modules() if any(path.startswith(block + ".") for block in chosen)
     }
     linears = {path: module for path, module in inside.items() if isinstance(module, (nn.Linear, nn.QuantizedLinear))}
-    found = {target: [path for path in inside if f".{path}".endswith(f".{target}")] for target in config.targets}
+    targets = family_targets if config.targets is None else config.targets
+    found = {target: [path for path in inside if f".{path}".endswith(f".{target}")] for target in targets}
+    if config.targets is None and any(found.values()):
+        found = {target: paths for target, paths in found.items() if paths}
     if unused := [target for target, paths in found.items() if not paths]:
         names = {path.rpartition(".")[2] for path in linears}
         where = f" in the last {config.num_layers} of {len(block_paths)} layers" if config.num_layers > 0 else ""

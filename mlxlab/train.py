@@ -43,7 +43,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     loaded = load(checkpoint, family, config.model.dtype, config.model.linear)
     data = load_examples(config.data, loaded.tokenizer, method.records)
     blocks = [block.path for block in loaded.adapter.blocks()]
-    lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint)
+    lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint, loaded.adapter.lora_targets)
     if config.lora.warm_start:
         load_adapter_weights(lora, config.lora.warm_start)
     engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout)

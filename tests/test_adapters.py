@@ -209,3 +209,17 @@ def test_weights_that_are_not_finite_are_not_loaded(tmp_path):
     with pytest.raises(CheckpointError, match=f"{name} is not finite"):
         load_adapter_weights(lora, tmp_path)
     assert all(value is before[n] for n, value in lora.params().items())
+
+
+def test_the_old_name_of_a_field_is_named_with_the_new_one(tmp_path):
+    """Adapters of early mlx-lm versions: neither an AttributeError nor a default in its place."""
+    _, lora, config, base = make(num_layers=2)
+    save_adapter(tmp_path, lora, config, str(base), {})
+    content = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    content["lora_layers"] = content.pop("num_layers")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="has lora_layers=2, now num_layers: rename the field there"):
+        load_adapter_weights(lora, tmp_path)
+    content["num_layers"] = content.pop("lora_layers")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
+    load_adapter_weights(lora, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from mlxlab import compat
 from mlxlab.errors import CompatError
 from mlxlab.heads.naive import Naive
-from mlxlab.interfaces import Backward, Problem, Setup
+from mlxlab.interfaces import Backward, ModelAdapter, Problem, Setup
 from mlxlab.lora import LoraConfig
 from mlxlab.memory.backward.checkpoint import Checkpoint
 from mlxlab.memory.backward.plain import Plain
@@ -31,10 +31,8 @@ class Picky(Backward):
         return None
 
 
-class Bare:
+class Bare(ModelAdapter):
     """A family without features."""
-
-    features = frozenset()
 
     @classmethod
     def problems(cls, model_config):

@@ -34,15 +34,15 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     model_config = read_config(checkpoint)
     examples = random_rows(cell, config.method.branches, model_config)
     steps = 1 + cell["repeats"]
+    family = registry.family_for(model_config["model_type"])
     if cell["peer"]:
         method = config.components()["method"]["name"]
-        reports = peers.run(cell["peer"], method, checkpoint, config, examples, steps)
+        targets = config.lora.targets or family.lora_targets
+        reports = peers.run(cell["peer"], method, checkpoint, config, targets, examples, steps)
         seconds, loss = reports.seconds, reports.losses[0]
     else:
-        family = registry.family_for(model_config["model_type"])
-        seconds, loss = _own_steps(
-            load(checkpoint, family, config.model.dtype, config.model.linear), config, examples, steps
-        )
+        loaded = load(checkpoint, family, config.model.dtype, config.model.linear)
+        seconds, loss = _own_steps(loaded, config, examples, steps)
     tokens = sum(len(sequence) for example in examples for sequence in example.branches.values())
     median = statistics.median(seconds[1:])
     return {
@@ -71,7 +71,13 @@ def random_rows(cell: dict[str, Any], branches: Sequence[str], model_config: dic
 
 
 def _own_steps(loaded: Any, config: Any, examples: list[Example], steps: int) -> tuple[list[float], float]:
-    lora = apply_lora(loaded.model, [b.path for b in loaded.adapter.blocks()], config.lora, config.seed)
+    lora = apply_lora(
+        loaded.model,
+        [block.path for block in loaded.adapter.blocks()],
+        config.lora,
+        config.seed,
+        family_targets=loaded.adapter.lora_targets,
+    )
     engine = StepEngine(loaded.adapter, lora, config.method, config.head, config.backward, config.layout)
     optimizer = Optimizer(config.optim, steps + config.optim.warmup)
     totals = Totals.of(examples, config.method.spans())

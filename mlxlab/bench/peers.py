@@ -57,7 +57,15 @@ def check(peer: str, method: str) -> None:
         )
 
 
-def run(peer: str, method: str, checkpoint: Path, config: Any, examples: Sequence[Example], steps: int) -> Reports:
+def run(
+    peer: str,
+    method: str,
+    checkpoint: Path,
+    config: Any,
+    targets: Sequence[str],
+    examples: Sequence[Example],
+    steps: int,
+) -> Reports:
     """Train `steps` steps with another program.
 
     Args:
@@ -65,6 +73,7 @@ def run(peer: str, method: str, checkpoint: Path, config: Any, examples: Sequenc
             branches of preference rows as ordinary rows.
         checkpoint: folder that mlx-lm loads.
         config: the RunConfig of the cell; its LoRA and learning rate hold for the peer, too.
+        targets: linear layers that get LoRA, last parts of their paths.
         examples: the rows of one step.
     """
     package, checkpointing = PEERS[peer]
@@ -82,23 +91,30 @@ def run(peer: str, method: str, checkpoint: Path, config: Any, examples: Sequenc
         }
         optimizer = optimizers.AdamW(config.optim.learning_rate)
         train = _mlx_lm if package == "mlx_lm" else _MLX_LM_LORA[method]
-        train(checkpoint, config, optimizer, examples, arguments, reports)
+        train(
+            lambda lora=True: _model(checkpoint, config, targets if lora else ()),
+            config,
+            optimizer,
+            examples,
+            arguments,
+            reports,
+        )
     return reports
 
 
-def _model(checkpoint: Path, config: Any, with_lora: bool = True) -> nn.Module:
+def _model(checkpoint: Path, config: Any, targets: Sequence[str]) -> nn.Module:
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model
 
     model, _ = load_model(checkpoint)
     model.set_dtype(DTYPES[resolve_dtype(config.model.dtype)])
     model.freeze()
-    if with_lora:
+    if targets:
         keys = {
             path
             for path, module in model.layers[-1].named_modules()
             if isinstance(module, (nn.Linear, nn.QuantizedLinear))
-            and any(f".{path}".endswith(f".{target}") for target in config.lora.targets)
+            and any(f".{path}".endswith(f".{target}") for target in targets)
         }
         parameters = {"rank": config.lora.rank, "scale": config.lora.scale, "dropout": 0.0, "keys": sorted(keys)}
         linear_to_lora_layers(model, config.lora.num_layers, parameters)
@@ -106,7 +122,7 @@ def _model(checkpoint: Path, config: Any, with_lora: bool = True) -> nn.Module:
     return model
 
 
-def _mlx_lm(checkpoint, config, optimizer, examples, arguments, reports) -> None:
+def _mlx_lm(model, config, optimizer, examples, arguments, reports) -> None:
     from mlx_lm.tuner import trainer
 
     sequences = [sequence for example in examples for sequence in example.branches.values()]
@@ -118,9 +134,8 @@ def _mlx_lm(checkpoint, config, optimizer, examples, arguments, reports) -> None
         while True:
             yield batch, bounds
 
-    model = _model(checkpoint, config)
     trainer.train(
-        model,
+        model(),
         optimizer,
         sequences,
         args=trainer.TrainingArgs(**arguments),
@@ -129,22 +144,22 @@ def _mlx_lm(checkpoint, config, optimizer, examples, arguments, reports) -> None
     )
 
 
-def _orpo(checkpoint, config, optimizer, examples, arguments, reports) -> None:
+def _orpo(model, config, optimizer, examples, arguments, reports) -> None:
     from mlx_lm_lora.trainer.orpo_trainer import ORPOTrainingArgs, train_orpo
 
     _give_device_figures()
     rows, beta = _preference_rows(examples), config.method.weight
     arguments = ORPOTrainingArgs(**arguments, beta=beta)
-    train_orpo(_model(checkpoint, config), optimizer, rows, args=arguments, training_callback=reports)
+    train_orpo(model(), optimizer, rows, args=arguments, training_callback=reports)
 
 
-def _dpo(checkpoint, config, optimizer, examples, arguments, reports) -> None:
+def _dpo(model, config, optimizer, examples, arguments, reports) -> None:
     from mlx_lm_lora.trainer.dpo_trainer import DPOTrainingArgs, train_dpo
 
     _give_device_figures()
     train_dpo(
-        _model(checkpoint, config),
-        _model(checkpoint, config, with_lora=False),
+        model(),
+        model(lora=False),
         optimizer,
         _preference_rows(examples),
         args=DPOTrainingArgs(**arguments, beta=config.method.beta),

@@ -1,13 +1,13 @@
-"""Families that are an embedding, a straight row of decoder layers, a norm and a projection.
+"""The walk that most families share: an embedding, a straight row of decoder layers, a norm, a projection.
 
-The walk is shared, the list of families is not open: many others differ in a scale or a mask only, and would be
-silently wrong. Each has its own class, and every load compares the walk with the stock model (see `load.py`).
+mlx-lm's own layers are called as they are. The list of families is not open, though: many others differ in a scale or
+a mask only, and would be silently wrong. So each family is a class that says what differs, and every load compares the
+walk with the stock model (see `load.py`).
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar, Sequence
+from typing import Any, ClassVar, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,65 +17,119 @@ from mlxlab.heads.weights import HeadWeights
 from mlxlab.interfaces import Attention, Block, Constants, ModelAdapter, State
 from mlxlab.linear import FrozenMatrix
 
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # what LoRA adapts where the feed-forward has experts
+
+Mask = mx.array | str | None
+
 
 class DecoderWalk(ModelAdapter):
-    """The common walk; a family says which layers have a sliding window."""
+    """The common walk. A family overrides what it does differently, and `windows` if a layer has one.
+
+    Class attributes: the names that mlx-lm gives to the parts of this family's model.
+    """
 
     features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
 
+    inner_name: ClassVar[str] = "model"
+    embedding_name: ClassVar[str] = "embed_tokens"
+    norm_name: ClassVar[str] = "norm"
+    projection_name: ClassVar[str] = "lm_head"  # if the model has none, it projects with its embedding
+
     def __init__(self, model: nn.Module, policy: str = "auto"):
         super().__init__(model, policy)
+        self.text = model.language_model if "language_model" in model else model
+        self.inner = self.text[self.inner_name]
+        layers = self.inner.layers
+        path = next(path for path, module in model.named_modules() if module is layers[0]).removesuffix(".0")
+        self._blocks = [Block(i, f"{path}.{i}", layer) for i, layer in enumerate(layers)]
+        self._embedding, self._norm = self.inner[self.embedding_name], self.inner[self.norm_name]
         self._windows = self.windows()
-        self._blocks = [Block(i, f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
-        tied = model.args.tie_word_embeddings
-        projection = model.model.embed_tokens if tied else model.lm_head
-        matrix = FrozenMatrix.of(projection, policy, model.model.norm.weight.dtype)
-        self._head = HeadWeights(matrix, bias=None if tied else projection.get("bias"))
+        projection = self.text.get(self.projection_name, self._embedding)
+        matrix = FrozenMatrix.of(projection, policy, self._norm.weight.dtype)
+        self._head = HeadWeights(matrix, bias=projection.get("bias"), **self.logit_options())
 
-    @abstractmethod
+    # ------------------------------------------------------------------------------------- what a family may override
     def windows(self) -> list[int | None]:
         """Per layer: the sliding window in tokens, or None for full attention."""
+        return [None] * len(self._blocks)
 
+    def logit_options(self) -> dict[str, float | None]:
+        """`scale` and `softcap` of the logits, as in `HeadWeights`."""
+        return {}
+
+    def scale_embedding(self, h: mx.array) -> mx.array:
+        """What happens to the embedding [B, T, H] before the first layer."""
+        return h
+
+    def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+        """One stock layer, h [B, T, H] -> [B, T, H]."""
+        return layer(h, mask, cache)
+
+    def attend(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+        """Its first half: attention with its residual."""
+        return h + layer.self_attn(layer.input_layernorm(h), mask, cache)
+
+    def feed(self, layer: nn.Module, h: mx.array) -> mx.array:
+        """Its second half: feed-forward with its residual."""
+        return h + layer.mlp(layer.post_attention_layernorm(h))
+
+    # -------------------------------------------------------------------------------------------------------- the walk
     def embed(self, ids: mx.array) -> tuple[State, Constants]:
-        return {"h": self.model.model.embed_tokens(ids)}, {}
+        return {"h": self.scale_embedding(self._embedding(ids))}, {}
 
     def blocks(self) -> Sequence[Block]:
         return self._blocks
 
     def run(self, block: Block, state: State, constants: Constants, attention: Attention) -> State:
-        if on_cpu():  # whose SwiGLU is the faster one
-            return self.run_half(block, 1, self.run_half(block, 0, state, constants, attention), constants, attention)
-        return {"h": block.module(state["h"], attention.mask(self._windows[block.index]), attention.cache)}
+        mask = attention.mask(self._windows[block.index])
+        return {"h": self.layer(block.module, state["h"], mask, attention.cache)}
 
     def run_half(self, block: Block, half: int, state: State, constants: Constants, attention: Attention) -> State:
-        layer, h = block.module, state["h"]
-        if half == 0:
-            mask = attention.mask(self._windows[block.index])
-            return {"h": h + layer.self_attn(layer.input_layernorm(h), mask, attention.cache)}
-        mlp, x = layer.mlp, layer.post_attention_layernorm(h)
-        return {"h": h + mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))}
+        if half == 1:
+            return {"h": self.feed(block.module, state["h"])}
+        mask = attention.mask(self._windows[block.index])
+        return {"h": self.attend(block.module, state["h"], mask, attention.cache)}
 
     def finish(self, state: State) -> mx.array:
-        return self.model.model.norm(state["h"])
+        return self._norm(state["h"])
 
     def head_weights(self) -> HeadWeights:
         return self._head
 
 
-class Llama(DecoderWalk):
+class SwigluWalk(DecoderWalk):
+    """Pre-norm layers with a SwiGLU feed-forward, whose two halves are computed by us where that is faster."""
+
+    def residual(self, layer: nn.Module) -> float:
+        """Multiplies what each half adds."""
+        return 1.0
+
+    def run(self, block: Block, state: State, constants: Constants, attention: Attention) -> State:
+        if on_cpu():  # whose SwiGLU is the faster one
+            return self.run_half(block, 1, self.run_half(block, 0, state, constants, attention), constants, attention)
+        return super().run(block, state, constants, attention)
+
+    def attend(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
+        return self._add(layer, h, layer.self_attn(layer.input_layernorm(h), mask, cache))
+
+    def feed(self, layer: nn.Module, h: mx.array) -> mx.array:
+        mlp, x = layer.mlp, layer.post_attention_layernorm(h)
+        return self._add(layer, h, mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x))))
+
+    def _add(self, layer: nn.Module, h: mx.array, update: mx.array) -> mx.array:
+        factor = self.residual(layer)
+        return h + (update if factor == 1.0 else update * factor)
+
+
+class Llama(SwigluWalk):
     """Llama and what loads as it (Mistral, SmolLM2, MiniCPM5), with optional sliding layers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
 
     def windows(self) -> list[int | None]:
-        inner = self.model.model
-        return [inner.sliding_window if layer.use_sliding else None for layer in inner.layers]
+        return llama_windows(self.inner)
 
 
-class Qwen(DecoderWalk):
-    """Qwen 2, 2.5 and 3, dense."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
-
-    def windows(self) -> list[int | None]:
-        return [None] * len(self.model.model.layers)
+def llama_windows(inner: nn.Module) -> list[int | None]:
+    """Per layer of mlx-lm's llama and what is built on it: the sliding window, or None."""
+    return [inner.sliding_window if layer.use_sliding else None for layer in inner.layers]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Iterable, Mapping, Sequence
+from typing import ClassVar, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxlab.heads.weights import HeadWeights
-from mlxlab.interfaces import Attention, Block, Constants, ModelAdapter, Problem, State
+from mlxlab.interfaces import Attention, Block, Constants, ModelAdapter, State
 from mlxlab.linear import FrozenMatrix
 
 
 class Gemma4(ModelAdapter):
-    """The last layers read keys and values of earlier donor layers: those ride in the state as "kv_<donor>".
+    """Gemma 4, text: shared keys and values, per-layer inputs, sliding layers, softcap; experts stay frozen.
 
-    So their gradient reaches the donor through any backward strategy. They are dropped after their last reader.
+    The last layers read keys and values of earlier donor layers: those ride in the state as "kv_<donor>", so that their
+    gradient reaches the donor through any backward strategy. They are dropped after their last reader.
     """
 
-    model_types: ClassVar[tuple[str, ...]] = ("gemma4", "gemma4_text")
+    model_types: ClassVar[tuple[str, ...]] = ("gemma4", "gemma4_text", "gemma4_unified")
+    lora_targets: ClassVar[tuple[str, ...]] = (  # not the projections of the same names inside the experts
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
     features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
 
     def __init__(self, model: nn.Module, policy: str = "auto"):
         super().__init__(model, policy)
-        wrapped = model.model_type == "gemma4"
+        wrapped = "language_model" in model
         text = model.language_model if wrapped else model
         prefix = "language_model.model.layers" if wrapped else "model.layers"
         self._inner = text.model
@@ -35,14 +40,6 @@ class Gemma4(ModelAdapter):
         projection = self._inner.embed_tokens if text.tie_word_embeddings else text.lm_head
         matrix = FrozenMatrix.of(projection, policy, self._inner.norm.weight.dtype)
         self._head = HeadWeights(matrix, softcap=text.final_logit_softcapping)
-
-    @classmethod
-    def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:
-        text = model_config.get("text_config") or model_config
-        if text.get("enable_moe_block"):
-            yield Problem(
-                "family Gemma4 has no support for the mixture-of-experts variant", "use a dense Gemma 4 model"
-            )
 
     def embed(self, ids: mx.array) -> tuple[State, Constants]:
         inner = self._inner
@@ -78,7 +75,7 @@ class Gemma4(ModelAdapter):
                 layer.input_layernorm(h), mask, cache, shared_kv=shared, offset=attention.offset
             )
             return self._state(block, state, h + layer.post_attention_layernorm(update), keys_values)
-        h = h + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(h)))
+        h = h + layer.post_feedforward_layernorm(_feed_forward(layer, h))
         per_layer = self._per_layer(block, constants)
         if per_layer is not None:
             gate = nn.gelu_approx(layer.per_layer_input_gate(h)) * per_layer
@@ -109,3 +106,12 @@ class Gemma4(ModelAdapter):
             elif f"kv_{donor}" in state and reader > block.index:
                 new[f"kv_{donor}"] = state[f"kv_{donor}"]
         return new
+
+
+def _feed_forward(layer: nn.Module, h: mx.array) -> mx.array:
+    """The dense part, and beside it the experts where there are any."""
+    dense = layer.mlp(layer.pre_feedforward_layernorm(h))
+    if not layer.enable_moe:
+        return dense
+    experts = layer.experts(layer.pre_feedforward_layernorm_2(h), *layer.router(h))
+    return layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(experts)

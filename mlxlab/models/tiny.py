@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,23 @@ CHAT_TEMPLATE = (
 )
 VOCABULARY = 288  # 256 bytes and the special tokens, rounded up to a multiple of 32
 GROUP_SIZE = 32
-_FORMAT = 3  # raise when the files change, so that caches are made again
+_FORMAT = 4  # raise when the files change, so that caches are made again
+
+
+def tiny_checkpoint(
+    config: dict[str, Any], bits: int | tuple[int, ...] = 0, seed: int = 0, mode: str = "affine"
+) -> Path:
+    """Folder of a checkpoint in mlx-lm's format with random weights and the byte-level tokenizer, made once.
+
+    Args:
+        config: config.json of any family that mlx-lm knows; at least `VOCABULARY` entries.
+        bits: 0 for float32 weights, or the width of quantization, group size 32; several widths take turns.
+        seed: of the random weights.
+        mode: of quantization, as in `mx.quantize`.
+    """
+    identity = json.dumps([_FORMAT, config, bits, seed, mode], sort_keys=True)
+    name = f"{config['model_type']}-tiny-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return build_once(name, lambda folder: _build(folder, copy.deepcopy(config), bits, seed, mode))
 
 
 @dataclass(frozen=True)
@@ -45,28 +62,7 @@ class TinySource(ModelSource):
             raise ValueError(f"bits must be 0 (float32), 4 or 8, got {self.bits}")
 
     def folder(self) -> Path:
-        identity = json.dumps([_FORMAT, self.config, dataclasses.asdict(self)], sort_keys=True)
-        name = f"{self.config['model_type']}-tiny-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        return build_once(name, self._build)
-
-    def _build(self, folder: Path) -> None:
-        from mlx_lm.utils import _get_classes
-
-        model_class, arguments = _get_classes(self.config)
-        model = model_class(arguments.from_dict(self.config))
-        parameters = tree_flatten(model.parameters())
-        keys = mx.random.split(mx.random.key(self.seed), len(parameters))
-        model.load_weights([(path, _random(path, value, key)) for (path, value), key in zip(parameters, keys)])
-        config = dict(self.config)
-        if self.bits:
-            nn.quantize(model, GROUP_SIZE, self.bits, class_predicate=_can_quantize)
-            config["quantization"] = {"group_size": GROUP_SIZE, "bits": self.bits}
-            for path, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-                if isinstance(module, (nn.Linear, nn.Embedding)):
-                    config["quantization"][path] = False
-        mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        _tokenizer().save_pretrained(folder)
+        return tiny_checkpoint(self.config, self.bits, self.seed)
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,29 @@ class TinyGemma4(TinySource):
     }
 
 
+def _build(folder: Path, config: dict[str, Any], bits: int | tuple[int, ...], seed: int, mode: str) -> None:
+    from mlx_lm.utils import _get_classes
+
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))
+    parameters = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(seed), len(parameters))
+    model.load_weights([(path, _random(path, value, key)) for (path, value), key in zip(parameters, keys)])
+    if bits:
+        widths = itertools.cycle([bits] if isinstance(bits, int) else bits)
+        layers = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+        each = {
+            path: {"group_size": GROUP_SIZE, "bits": next(widths), "mode": mode} if _can_quantize(module) else False
+            for path, module in layers
+            if hasattr(module, "to_quantized")
+        }
+        nn.quantize(model, class_predicate=lambda path, module: each.get(path, False))
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": 8, "mode": mode, **each}
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _tokenizer().save_pretrained(folder)
+
+
 def _random(path: str, value: mx.array, key: mx.array) -> mx.array:
     """Matrices small and random, vectors near what they were (norms near 1): every parameter matters, none explodes."""
     noise = mx.random.normal(value.shape, key=key)
@@ -140,8 +159,8 @@ def _random(path: str, value: mx.array, key: mx.array) -> mx.array:
     return middle + 0.05 * noise
 
 
-def _can_quantize(path: str, module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.shape[-1] % GROUP_SIZE == 0
+def _can_quantize(module: nn.Module) -> bool:
+    return module.weight.shape[-1] % GROUP_SIZE == 0
 
 
 def _tokenizer():

@@ -40,7 +40,7 @@ class Checkpoint(Backward):
         family = setup.family
         if self.granularity == "half" and family is not None and "half_blocks" not in family.features:
             yield Problem(
-                f"memory.granularity=half needs the model feature half_blocks, which family {family.__name__} lacks",
+                f"memory.granularity=half {family.without('half_blocks')}",
                 "use memory=checkpoint, whose stages are whole blocks",
             )
 

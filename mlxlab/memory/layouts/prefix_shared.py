@@ -35,8 +35,7 @@ class PrefixShared(Layout):
             )
         if setup.family is not None and "prefix_cache" not in setup.family.features:
             yield Problem(
-                f"memory.layout=prefix_shared needs the model feature prefix_cache, which family "
-                f"{setup.family.__name__} lacks",
+                f"memory.layout=prefix_shared {setup.family.without('prefix_cache')}",
                 "use memory.layout=separate",
             )
 
