@@ -34,6 +34,7 @@ Params = dict[str, mx.array]  # flat path of a trainable leaf -> array
 State = dict[str, Any]  # of one stream inside the blocks; "h" is the hidden state [B, T, H]
 Constants = dict[str, mx.array]  # of one stream; never differentiated
 Span = tuple[str, str]  # (branch, part)
+GRANULARITIES = ("block", "half")  # of stages
 Metrics = dict[str, mx.array]  # scalars, float32
 
 

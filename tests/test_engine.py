@@ -30,7 +30,7 @@ from mlxlab.models.load import load
 from mlxlab.models.tiny import VOCABULARY, TinyLlama
 from mlxlab.testing import random_examples, randomize, relative_difference
 
-BACKWARDS = [Plain(), Checkpoint(), Checkpoint("half"), Segmented(1), Segmented(2)]
+BACKWARDS = [Plain(), Checkpoint(), Checkpoint("half"), Segmented(1), Segmented(2), Segmented(2, "half")]
 LAYOUTS = [Separate(), PrefixShared()]
 HEADS = [Naive(), Chunked(7), Fused(7), Flash(9, 50)]
 

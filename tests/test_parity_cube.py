@@ -55,7 +55,16 @@ METHODS = {
     "orpo_full": Orpo(scope="full"),
     "orpo_response": Orpo(weight=1.0, scope="response"),
 }
-BACKWARDS = [Plain(), Checkpoint(), Checkpoint("half"), Segmented(1), Segmented(2), Segmented(100)]
+BACKWARDS = [
+    Plain(),
+    Checkpoint(),
+    Checkpoint("half"),
+    Segmented(1),
+    Segmented(2),
+    Segmented(100),
+    Segmented(1, "half"),
+    Segmented(3, "half"),
+]
 HEADS = [Naive(), Chunked(7), Fused(7), Flash(9, 50), Flash()]
 TOLERANCE = 1e-5
 

@@ -8,10 +8,8 @@ from typing import Iterable
 
 import mlx.core as mx
 
-from mlxlab.interfaces import Backward, Params, Problem, Setup, StepResult
+from mlxlab.interfaces import GRANULARITIES, Backward, Params, Problem, Setup, StepResult
 from mlxlab.program import Program
-
-GRANULARITIES = ("block", "half")
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,20 @@
 Forward: run the segments one after the other and keep only the edges between them. Backward: from the top down, one
 vector-Jacobian product per segment, evaluated before the next begins, so that a segment's activations are freed even
 where the device runs behind the host. One extra forward pass in total, whatever the number of segments.
+
+With half blocks a segment goes back in steps: run its stages once more, keep what enters each, then one product per
+stage. So the largest thing alive is half a block instead of a segment, for less than a second extra forward pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Sequence
+from typing import Iterable, Sequence
 
 import mlx.core as mx
 
-from mlxlab.interfaces import Backward, Params, StepResult
+from mlxlab.interfaces import GRANULARITIES, Backward, Params, Problem, Setup, StepResult
 from mlxlab.program import (
     Carry,
     Chain,
@@ -31,22 +34,36 @@ from mlxlab.program import (
 
 @dataclass(frozen=True)
 class Segmented(Backward):
-    """Memory: one carry per segment, plus the activations of one segment.
+    """Memory: one carry per segment, plus the activations of one segment (or the carries inside it and half a block).
 
     Args:
         segment_layers: decoder layers per segment, >= 1; the last segment may be shorter.
+        granularity: "block": a segment is differentiated at once; "half": half a layer at a time.
     """
 
     segment_layers: int = 2
+    granularity: str = "block"
 
     def __post_init__(self) -> None:
         if self.segment_layers < 1:
             raise ValueError(f"segment_layers must be >= 1, got {self.segment_layers}")
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}")
+
+    @property
+    def granularity_of_stages(self) -> str:
+        return self.granularity
+
+    def check(self, setup: Setup) -> Iterable[Problem]:
+        family = setup.family
+        if self.granularity == "half" and family is not None and "half_blocks" not in family.features:
+            yield Problem(f"memory.granularity=half {family.without('half_blocks')}", "use memory.granularity=block")
 
     def __call__(self, program: Program, params: Params) -> StepResult:
         pace, walks = Pace(), []
+        halves = self.granularity == "half"
+        size = self.segment_layers * (2 if halves else 1)
         for chain in program.chains:
-            size = self.segment_layers
             segments = [_Segment(chain, i, i + size, program) for i in range(0, len(chain.stages), size)]
             edges = [chain.start]
             for segment in segments:
@@ -63,9 +80,13 @@ class Segmented(Backward):
             cotangent = cotangents.pop(0)
             while segments:
                 # lists are popped, not indexed: an edge must be gone when the next segment runs
-                new, cotangent = segments.pop().backward(params, edges.pop(), cotangent, chain.constants)
-                grads |= {name: grads[name] + value if name in grads else value for name, value in new.items()}
-                pace(([grads[name] for name in new], cotangent))
+                steps, inner = segments.pop().steps(halves), [edges.pop()]
+                for step in steps[:-1]:
+                    inner.append(pace(step.forward(params, inner[-1], chain.constants)))
+                while steps:
+                    new, cotangent = steps.pop().backward(params, inner.pop(), cotangent, chain.constants)
+                    grads |= {name: grads[name] + value if name in grads else value for name, value in new.items()}
+                    pace(([grads[name] for name in new], cotangent))
         return StepResult(loss, metrics, evaluate({name: grads[name] for name in params}))
 
 
@@ -73,6 +94,7 @@ class _Segment:
     """Some stages in a row, forward and backward, compiled where that pays."""
 
     def __init__(self, chain: Chain, start: int, stop: int, program: Program):
+        self._chain, self._program, self._range = chain, program, range(len(chain.stages))[start:stop]
         self._stages = chain.stages[start:stop]
         key = tuple(stage.key for stage in self._stages)
         self._run = program.compile(("forward", key), partial(run, self._stages))
@@ -80,6 +102,10 @@ class _Segment:
         if len(chain.start) == 1:
             # mx.compile's search for what to fuse takes minutes for the backward pass of streams that share keys
             self._vjp = program.compile(("backward", key), self._gradients)
+
+    def steps(self, single: bool) -> list[_Segment]:
+        """The parts that are differentiated one after the other: this segment, or each of its stages."""
+        return [_Segment(self._chain, i, i + 1, self._program) for i in self._range] if single else [self]
 
     def forward(self, params: Params, carry: Carry, constants: StreamConstants) -> Carry:
         return self._run(parameters_of(self._stages, params), carry, constants)
