@@ -46,7 +46,7 @@ from mlxlab.measure import INTERVALS, Measured, measure
 from mlxlab.metrics import number
 from mlxlab.models.load import load, read_config
 from mlxlab.registry import Registry
-from mlxlab.rundir import find_runs, write_json
+from mlxlab.rundir import find_checkpoints, find_runs, write_json
 from mlxlab.samples import generate, prompts_of
 from mlxlab.table import console
 
@@ -113,12 +113,12 @@ def find_adapter(run: Path, name: str) -> Path:
     for folder in (run / (name or found[0]), Path(name).expanduser().absolute()):
         if (folder / "adapter_config.json").is_file():
             return folder
-    raise CheckpointError(f"adapter={name} is neither in {run} nor an adapter folder; {nearest(name, found)}.")
+    raise CheckpointError(f"adapter={name} is neither in {run} nor an adapter folder; {nearest(name, found)}")
 
 
 def _adapters(run: Path) -> list[str]:
     """Adapters of a run, the one to take first."""
-    steps = sorted((f"checkpoints/{path.name}" for path in run.glob("checkpoints/step-*")), reverse=True)
+    steps = [f"checkpoints/{path.name}" for path in reversed(find_checkpoints(run))]
     return [name for name in ("best", "adapter", *steps) if (run / name / "adapter_config.json").is_file()]
 
 

@@ -105,7 +105,7 @@ class Best:
             ConfigError: it has no such metric.
         """
         if self.metric not in record:
-            raise ConfigError(f"train.best_metric={self.metric} is not measured; {nearest(self.metric, record)}.")
+            raise ConfigError(f"train.best_metric={self.metric} is not measured; {nearest(self.metric, record)}")
         state = self.state = dict(self.state)
         for name, choose in (("loss", min), ("margin", max)):
             if name in record:

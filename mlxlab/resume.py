@@ -22,7 +22,7 @@ from mlxlab.errors import CheckpointError, ConfigError
 from mlxlab.lora import Lora, load_adapter_weights
 from mlxlab.metrics import Best, Window
 from mlxlab.optim import Optimizer
-from mlxlab.rundir import RunFolder, find_runs
+from mlxlab.rundir import RunFolder, find_checkpoints, find_runs
 
 LATEST = "latest"
 # May differ from the run that is continued: how long, what is reported, how the same numbers are computed, and the
@@ -53,11 +53,11 @@ class Checkpoint:
             CheckpointError: there is none, or it cannot be read.
         """
         if where == LATEST:
-            found = [path for run in find_runs(output_dir) for path in _checkpoints(run)[-1:]]
+            found = [path for run in find_runs(output_dir) for path in find_checkpoints(run)[-1:]]
             place = f"no run in {Path(output_dir).absolute()} has a checkpoint"
         else:
             given = Path(where).expanduser()
-            found = [given] if (given / "progress.json").is_file() else _checkpoints(given)
+            found = [given] if (given / "progress.json").is_file() else find_checkpoints(given)
             place = f"{given.absolute()} is neither a checkpoint nor a run that has one"
         if not found:
             raise CheckpointError(
@@ -142,12 +142,6 @@ class Checkpoint:
             folder.save("best", lambda path: shutil.copytree(source, path, dirs_exist_ok=True), step)
         else:
             best.forget()
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Checkpoint folders of a run, earliest update first."""
-    found = [path.parent for path in run.glob("checkpoints/step-*/progress.json")]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def _may_change(key: str, value: Any) -> bool:

@@ -144,6 +144,12 @@ def find_runs(output_dir: str | Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
+def find_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders of a run, earliest update first."""
+    found = [path.parent for path in run.glob("checkpoints/step-*/progress.json")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that readers see the old content or the new one, never half of it."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
