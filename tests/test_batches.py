@@ -11,6 +11,7 @@ import pytest
 from mlxlab.data.batches import Batches, length, padded_tokens, rounded
 from mlxlab.interfaces import Example, TokenSequence
 from mlxlab.optim import OptimConfig
+from mlxlab.samples import prompts_of
 from mlxlab.settings import TrainConfig
 
 
@@ -68,6 +69,7 @@ def test_rows_are_counted_by_tokens():
     assert sizes([example(i, 8) for i in range(12)], 40) == [2, 5, 5]
     assert sizes([example(i, 8, 5) for i in range(5)], 40) == [1, 2, 2]
     assert sizes([example(0, 400), example(1, 300), example(2, 8), example(3, 8)], 40) == [1, 1, 2]
+    assert sizes([example(i, 100) for i in range(3)], 40) == [1, 1, 1]
 
 
 def test_batches_are_as_full_as_they_can_be():
@@ -153,6 +155,17 @@ def test_only_the_rows_of_a_batch_are_read():
     lazy.read.clear()
     [batch] = Batches(lazy, None, seed=0, batch_tokens=600).take(1)
     assert set(lazy.read) == {0, *(int(e.source) for e in batch)}  # the first row tells the branches
+
+
+def test_no_row_is_read_for_prompts_that_are_not_shown():
+    class Prompted(Lazy):
+        def __getitem__(self, index):
+            sequence = super().__getitem__(index).branches["b0"]
+            return Example({"b0": TokenSequence(sequence.ids, sequence.ids > 3 * (index % 2))})
+
+    lazy = Prompted([9] * 100)
+    assert prompts_of(lazy, "b0", 2) == [[0], [0, 1, 2, 3]] and lazy.read == [0, 1]
+    assert prompts_of(lazy, "b0", 0) == [] and lazy.read == [0, 1]
 
 
 def test_the_fingerprint_tells_rows_apart():

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -130,6 +131,26 @@ def test_every_number_is_that_of_the_plain_computation(model, method, base):
                 tokens += 1
     assert result.pop("perplexity") == pytest.approx(math.exp(nll / tokens), rel=1e-4)
     assert result == pytest.approx({"loss": loss.item(), **{n: v.item() for n, v in metrics.items()}}, abs=1e-4)
+
+
+def test_a_method_sees_its_own_spans_only(model):
+    """Perplexity needs the response of the first branch, which this method does not score."""
+
+    @dataclass(frozen=True)
+    class Unlikely(Orpo):
+        def spans(self):
+            return {"rejected": frozenset({"response"})}
+
+        def loss(self, scores, reference):
+            return scores.token_mean(*scores.spans), {}
+
+    loaded, lora = model
+    rows = random_examples(Unlikely(), VOCABULARY, rows=3)
+    result = measure(StepEngine(loaded.adapter, lora, Measured(Unlikely()), Naive(), Plain(), Separate()), rows)
+    alone = StepEngine(loaded.adapter, lora, Unlikely(), Naive(), Plain(), Separate())
+    loss, _ = alone.evaluate(rows, Totals.of(rows, Unlikely().spans()))
+    assert result["loss"]["value"] == pytest.approx(loss.item(), abs=1e-5)
+    assert result["perplexity"]["value"] > 1
 
 
 def test_intervals_are_of_the_rows(model):
