@@ -11,12 +11,12 @@ RUN is a run folder, or `latest` (the latest one in output_dir that has an adapt
     samples     prompts whose answers are generated with and without the adapter (default 3)
     output_dir  where `latest` is looked for (default outputs)
 
-Everything else changes the run's own configuration: head=naive, data.path=..., model.dtype=float32, ... Model, data, head
-and layout are those of config.yaml, and relative paths in it mean what they meant when the run was started.
+Everything else changes the run's own configuration: head=naive, data.path=..., model.dtype=float32, ... Model, data,
+head and layout are those of config.yaml, and relative paths in it mean what they meant when the run was started.
 
-Measured on every row by itself: the metrics of the run's method, and the perplexity of the first branch's responses,
-exp of the mean of -log p over all response tokens. Intervals are 95 %: Wilson for shares such as accuracy, percentile
-bootstrap over rows for the others. The table is also in RUN/evaluation-SPLIT.json.
+Measured row by row: the metrics of the run's method, and the perplexity of the responses (of the first branch, such as
+chosen): exp of the mean of -log p over all their tokens. Intervals are 95 %: Wilson for accuracy, percentile bootstrap
+over rows for the others. The table is also in RUN/evaluation-SPLIT.json.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def find_adapter(run: Path, name: str) -> Path:
     """The adapter folder: `name` inside the run or anywhere, or the best one there is."""
     found = _adapters(run)
     if not name and not found:
-        raise CheckpointError(f"{run} has no adapter (best/, adapter/ or checkpoints/step-...): it has not come so far.")
+        raise CheckpointError(f"{run} has no adapter (best/, adapter/ or checkpoints/step-...); take another run.")
     for folder in (run / (name or found[0]), Path(name).expanduser().absolute()):
         if (folder / "adapter_config.json").is_file():
             return folder
@@ -199,14 +199,14 @@ def load_rows(config: RunConfig, tokenizer: Any, split: str) -> tuple[Sequence[E
             file = next((f for f in (folder / records / "test.jsonl", folder / "test.jsonl") if f.is_file()), None)
             if file is None:
                 raise ConfigError(
-                    f"split=test: {folder} has no test.jsonl; add one, or give split=train, split=valid or a .jsonl file."
+                    f"split=test: {folder} has no test.jsonl; add one, or give split=train, valid or a .jsonl file."
                 )
         else:
             file = Path(split)
             if not file.is_file():
                 raise ConfigError(
-                    f"split={split} is neither a file nor a split; {nearest(file.name, SPLITS)}. For the rows of another "
-                    "folder give data.path=FOLDER and split=train or valid."
+                    f"split={split} is neither a split nor a file (for another folder give data.path=FOLDER); "
+                    f"{nearest(file.name, SPLITS)}"
                 )
         loaded = load_examples(dataclasses.replace(data, path=str(file)), tokenizer, records)
         return loaded.train, [line for line in loaded.report if "validation" not in line]
@@ -266,6 +266,7 @@ def evaluate(
 
 def print_result(result: Mapping[str, Any]) -> None:
     """A row per metric, then the generated texts side by side."""
+
     def shown(cell: Mapping[str, float | None]) -> str:
         interval = "" if cell["low"] is None else f"  [{number(cell['low'])}, {number(cell['high'])}]"
         return f"{number(cell['value'])}{interval}"

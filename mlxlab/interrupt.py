@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupt:
-    """Inside this context the first Ctrl-C or SIGTERM only sets `requested`; the second one raises KeyboardInterrupt."""
+    """In this context the first Ctrl-C or SIGTERM only sets `requested`; the second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,9 +1,9 @@
 """Continue a run from one of its checkpoints, as if it had not stopped: `train.resume=...`.
 
 The run that continues has a folder of its own, so nothing of the earlier one is overwritten; run.json names the
-checkpoint. What a checkpoint holds: adapter, moments of the optimizer, and progress.json with the update, the position in
-the data, sums of the current report, the best validation so far, and the configuration. Dropout needs nothing, since its
-keys come from seed and update.
+checkpoint. A checkpoint holds the adapter, the moments of the optimizer, and in progress.json the update, the position
+in the data, the sums of the current report, the best validation so far, and the configuration. Dropout needs nothing,
+since its keys come from seed and update.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def value(result: dict, column: str = "adapter") -> dict[str, float]:
 ])  # fmt: skip
 def test_wilson(successes, count, low, high):
     assert wilson(successes, count) == pytest.approx((low, high), abs=1e-6)
+    assert wilson(0, 12)[0] == 0 and wilson(12, 12)[1] == 1
 
 
 def test_wilson_needs_a_share():
@@ -169,6 +170,17 @@ def test_intervals_are_of_the_rows(model):
     assert result["margin"]["low"] < result["margin"]["value"] < result["margin"]["high"]
 
 
+def test_intervals_weigh_rows_as_the_metric_does(model):
+    """The token mean of sft is the logarithm of perplexity, so their intervals agree."""
+    loaded, lora = model
+    rows = random_examples(Sft(), VOCABULARY, rows=6)
+    engine = StepEngine(loaded.adapter, lora, Measured(Sft()), Naive(), Plain(), Separate())
+    result = measure(engine, rows)
+    for end in ("low", "value", "high"):
+        assert result["nll"][end] == pytest.approx(math.log(result["perplexity"][end]), abs=1e-5)
+        assert result["loss"][end] == pytest.approx(result["nll"][end], abs=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------------------- command
 def test_the_numbers_of_training(trained, call):
     """The adapter as after the last update, the base as before the first: LoRA starts as nothing."""
@@ -209,8 +221,8 @@ def test_generation_shows_what_the_adapter_does(trained, call):
 
 
 def test_which_adapter(trained, call, tmp_path):
-    used = lambda *arguments: call(trained, "rows=1", "samples=0", *arguments) and Path(
-        read(trained / "evaluation-valid.json")["adapter"]
+    used = lambda *arguments: (
+        call(trained, "rows=1", "samples=0", *arguments) and Path(read(trained / "evaluation-valid.json")["adapter"])
     )
     assert used() == trained / "best"
     assert used("adapter=checkpoints/step-00001") == trained / "checkpoints/step-00001"
@@ -264,7 +276,7 @@ def test_refusals(trained, call, elsewhere):
     error = refused(trained, "adapter=checkpoints/step-00003")
     assert "neither in" in error and "did you mean 'checkpoints/step-0000" in error
     error = refused(trained, "split=tests")
-    assert "neither a file nor a split" in error and "did you mean 'test'" in error
+    assert "neither a split nor a file" in error and "did you mean 'test'" in error
     assert "not of the form key=value" in refused(trained, "head")
     assert "rows must be an integer >= 0, got 'few'" in refused(trained, "rows=few")
     assert "memory.KEY=VALUE" in refused(trained, "memory=segmented")

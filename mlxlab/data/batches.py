@@ -3,12 +3,12 @@
 Rows only need `len(rows)`, `rows[i]` and, if they are not a plain list, `rows.lengths`: tokens of the longest branch of
 each row, an array [n]. So nothing here reads a row before its turn.
 
-Randomness: rows are shuffled, then sorted by rounded length. So rows of about equal length (a window of 1/16 at most, or
-4 tokens) change partners from epoch to epoch. The batches are shuffled last, so that short and long ones alternate.
+Randomness: rows are shuffled, then sorted by rounded length. So rows of about equal length (a window of 1/16, or of 4
+tokens) change partners from epoch to epoch. The batches are shuffled last, so that short and long ones alternate.
 
-Shapes: a batch has `batch_size` rows, or as many as fit at its rounded length, of which there are at most 16 per doubling
-(one batch between two lengths may have a number between theirs). The tokens of a stream are up to the layout, which
-rounds long ones in the same way. So the number of shapes [rows, tokens] does not grow with the number of rows.
+Shapes: a batch has `batch_size` rows, or as many as fit at its rounded length, of which there are at most 16 per
+doubling (one batch between two lengths may have a number between theirs). The tokens of a stream are up to the layout,
+which rounds long ones similarly. So the number of shapes [rows, tokens] does not grow with the number of rows.
 """
 
 from __future__ import annotations
