@@ -231,10 +231,7 @@ def apply_lora(
 
 
 def load_adapter_weights(lora: Lora, folder: str | Path, key: str = "lora.warm_start") -> None:
-    """Start from the weights of an adapter folder; nothing is changed unless everything fits.
-
-    Args:
-        key: the option that named the folder, for messages.
+    """Start from the weights of an adapter folder, which option `key` named; changes nothing unless everything fits.
 
     Raises:
         CheckpointError: tensors are missing, unknown, misshaped or not finite, or the scale is not the stored one.

@@ -289,7 +289,7 @@ def test_best_by_another_metric(run):
 
 
 def test_the_best_adapter_goes_along(run):
-    """A resumed run that only gets worse keeps the best adapter of the run before, if that is part of what it resumes."""
+    """A resumed run that only gets worse keeps the best adapter of the run before, if it is part of that run."""
     options = ["method=sft", "train.validate_every=1", "train.checkpoint_every=1", "optim.learning_rate=1e-3"]
     first = run(*options, "train.iters=3")[1]
     assert read(first / "metrics.json")["best_step"] == 3
