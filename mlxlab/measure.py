@@ -67,11 +67,11 @@ def measure(engine: StepEngine, rows: Sequence[Example], base: bool = False) -> 
         intervals are 95 %; low and high are None where there are too few rows.
     """
     count = len(rows)
-    totals = Totals.of((rows[i] for i in range(count)), engine.method.spans())
+    totals = Totals.of(rows, engine.method.spans())
     records = []
     with engine.lora.disabled() if base else nullcontext():
-        for i in range(count):
-            loss, metrics = engine.evaluate([rows[i]], totals)
+        for row in rows:
+            loss, metrics = engine.evaluate([row], totals)
             records.append({"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}})
     columns = {name: np.array([record[name] for record in records]) for name in records[0]}
     likelihood = np.stack([columns.pop(_NLL), columns.pop(_TOKENS)], axis=1)
