@@ -29,6 +29,7 @@ COMMANDS = {
     "models": "mlxlab.models.report:main",
     "doctor": "mlxlab.doctor:main",
     "bench": "mlxlab.bench:main",
+    "evaluate": "mlxlab.evaluate:main",
 }
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's variable: 1 shows tracebacks of all errors
 

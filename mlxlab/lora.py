@@ -240,8 +240,8 @@ def apply_lora(
     return Lora(modules)
 
 
-def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
-    """Start from the weights of an adapter folder; nothing is changed unless everything fits.
+def load_adapter_weights(lora: Lora, folder: str | Path, key: str = "lora.warm_start") -> None:
+    """Start from the weights of an adapter folder, which option `key` named; changes nothing unless everything fits.
 
     Raises:
         CheckpointError: tensors are missing, unknown, misshaped or not finite, or the scale is not the stored one.
@@ -267,7 +267,7 @@ def load_adapter_weights(lora: Lora, folder: str | Path) -> None:
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CheckpointError(
-            f"lora.warm_start={folder} does not fit: {'; '.join(problems[:3])}{more}. Use the same lora "
+            f"{key}={folder} does not fit: {'; '.join(problems[:3])}{more}. Use the same lora "
             "options as that adapter, or none to start anew."
         )
     lora.update({name: tensors[name].astype(mx.float32) for name in params})

@@ -24,7 +24,7 @@ class OptimConfig:
         schedule: "cosine", "linear" or "constant", after the warm-up.
         warmup: updates (not micro-batches) over which the rate rises linearly, >= 0; for every schedule.
         final_ratio: rate that the schedule falls to, as a share of the peak, 0 to 1; it would be reached one update
-            after the last. "constant" does not fall and does not read it.
+            after the last. "constant" does not fall, so that another value than the default is refused with it.
         betas: decay of the averages of gradients and of their squares.
         eps: added to the root of the second average.
         weight_decay: decoupled, per update, times the learning rate.
@@ -50,6 +50,11 @@ class OptimConfig:
             raise ValueError(f"warmup must be >= 0, got {self.warmup}")
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f"final_ratio must be between 0 and 1, got {self.final_ratio}")
+        if self.schedule == "constant" and self.final_ratio != type(self).final_ratio:
+            raise ValueError(
+                f"final_ratio={self.final_ratio} has no effect with schedule=constant; leave it out, or choose "
+                "linear or cosine"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers >= 0 and < 1, got {list(self.betas)}")
         if not self.eps > 0:

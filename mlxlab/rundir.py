@@ -133,6 +133,23 @@ class RunFolder:
             notify(self.registry, "mlxlab_run_finished", run_dir=self.path, status=dict(self._status))
 
 
+def find_runs(output_dir: str | Path) -> list[Path]:
+    """Folders of the runs below a folder, in the order in which they started."""
+    found = []
+    for path in Path(output_dir).expanduser().rglob("status.json"):
+        try:
+            found.append((json.loads(path.read_text(encoding="utf-8"))["started"], path.parent))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not the file of a run
+    return [folder for _, folder in sorted(found)]
+
+
+def find_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders of a run, earliest update first."""
+    found = [path.parent for path in run.glob("checkpoints/step-*/progress.json")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that readers see the old content or the new one, never half of it."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

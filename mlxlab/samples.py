@@ -9,11 +9,12 @@ import mlx.nn as nn
 
 def prompts_of(examples: Sequence[Any], branch: str, count: int) -> list[list[int]]:
     """Token ids of the prompts of the first `count` examples that have one."""
-    prompts = []
-    for example in examples:
-        sequence = example.branches[branch]
-        length = int(sequence.response.argmax())
-        if length and len(prompts) < count:
+    prompts: list[list[int]] = []
+    for number in range(len(examples)):
+        if len(prompts) == count:
+            break  # no row is read that is not needed
+        sequence = examples[number].branches[branch]
+        if length := int(sequence.response.argmax()):
             prompts.append([int(i) for i in sequence.ids[:length]])
     return prompts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from itertools import chain
+from pathlib import Path
 from typing import Any, Sequence
 
 import mlx.core as mx
@@ -13,12 +14,14 @@ from mlxlab import adapters, backend, compat
 from mlxlab.config import RunConfig
 from mlxlab.data import Batches, load_examples
 from mlxlab.engine import StepEngine
-from mlxlab.errors import NonFiniteError
+from mlxlab.errors import ConfigError, NonFiniteError
 from mlxlab.interfaces import Example, Params, Setup, Totals
+from mlxlab.interrupt import Interrupt
 from mlxlab.lora import apply_lora, load_adapter_weights
-from mlxlab.metrics import MetricsLog, Reporter, Window
+from mlxlab.metrics import Best, MetricsLog, Reporter, Window, memory
 from mlxlab.models.load import load, read_config
 from mlxlab.optim import Optimizer, clip_by_global_norm, learning_rate_at
+from mlxlab.resume import Checkpoint
 from mlxlab.rundir import RunFolder, write_json
 from mlxlab.samples import generate, prompts_of
 
@@ -32,8 +35,11 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
 
     # ---- what was asked for must be possible, before anything large is fetched or loaded
     method, train = config.method, config.train
-    setup = Setup(method, config.head, config.backward, config.layout, config.lora, train.batch_size, backend.device())
+    rows = train.batch_size or 2  # with batch_tokens: several
+    setup = Setup(method, config.head, config.backward, config.layout, config.lora, rows, backend.device())
     compat.check(setup)
+    resumed = Checkpoint.find(train.resume, config.output_dir) if train.resume else None
+    changes = resumed.check(config.resolved) if resumed else []
     checkpoint = config.source.folder()
     model_config = read_config(checkpoint)
     family = folder.registry.family_for(model_config["model_type"])
@@ -44,15 +50,23 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     data = load_examples(config.data, loaded.tokenizer, method.records)
     blocks = [block.path for block in loaded.adapter.blocks()]
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint, loaded.adapter.lora_targets)
-    if config.lora.warm_start:
+    if config.lora.warm_start and not resumed:
         load_adapter_weights(lora, config.lora.warm_start)
     engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout)
 
     # ---- how long, and what will happen
-    batches = Batches(data.train, train.batch_size, config.seed)
+    batches = Batches(data.train, train.batch_size, config.seed, batch_tokens=train.batch_tokens)
     total = train.updates(batches.batches_per_epoch)
     optimizer = Optimizer(config.optim, total)
-    valid = data.valid[: train.validate_rows or None]
+    valid = data.valid
+    if 0 < train.validate_rows < len(valid):
+        valid = [valid[i] for i in range(train.validate_rows)]
+    if useless := list(train.without_effect(total, len(valid))):
+        raise ConfigError("\n".join(f"{sentence}." for sentence in useless))
+    start, window, best = 0, Window(), Best(train.best_metric, train.early_stop_patience)
+    if resumed:
+        resumed.restore(lora, optimizer, batches, window, best)
+        start = resumed.step
     prompts = prompts_of(valid or data.train, method.branches[0], train.samples)
     plan = {
         "device": backend.describe(),
@@ -64,16 +78,21 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         "updates": total,
         "peak_learning_rate": config.optim.learning_rate,
     }
+    if resumed:
+        plan["resumed"] = [f"{resumed.folder.absolute()}, after update {start}", *changes]
     folder.start(plan)
     log = MetricsLog(folder.path, folder.observe)
     log.write("meta", method=config.components()["method"]["name"], model=str(checkpoint), updates=total, plan=plan)
-    window, trajectory = Window(), []
-    best: dict[str, float] = {}
+    if resumed:
+        resumed.keep_best(folder, best)
+    trajectory: list[dict[str, float]] = []
+    if valid:
+        valid_batches = Batches(valid, train.batch_size, 0, shuffle=False, batch_tokens=train.batch_tokens)
+        valid_totals = Totals.of(valid, method.spans())
 
     def validate(step: int) -> None:
         """Loss and metrics of the validation rows; the best adapter so far is kept in best/."""
-        totals = Totals.of(valid, method.spans())
-        values = [engine.evaluate(rows, totals) for rows in Batches(valid, train.batch_size, 0, shuffle=False).epoch()]
+        values = [engine.evaluate(rows, valid_totals) for rows in valid_batches.epoch()]
         record = {"loss": sum(loss.item() for loss, _ in values), **_sum_metrics([m for _, m in values])}
         if not math.isfinite(record["loss"]):
             raise NonFiniteError(
@@ -83,13 +102,10 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         log.write("val", step=step, **record)
         reporter.values("val", step, total, record)
         trajectory.append({"step": step, **record})
-        if "margin" in record:
-            best["margin"] = max(best.get("margin", -math.inf), record["margin"])
-        if record["loss"] < best.get("loss", math.inf):
-            best.update(loss=record["loss"], step=step)
-            if step:
-                folder.save("best", lambda path: save(path))
-                log.write("event", step=step, event="best", loss=record["loss"])
+        if best.update(step, record) and step:
+            chosen = {"metric": best.metric, "value": best.state["value"], "step": step}
+            folder.save("best", lambda path: save(path, best=chosen), step)
+            log.write("event", step=step, event="best", loss=record["loss"])
 
     def sample(step: int) -> None:
         for prompt in prompts:
@@ -98,18 +114,36 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
             log.write("sample", step=step, prompt=asked, text=text)
             reporter.line(f"sample {step}/{total}  {_last_line(asked)!r} -> {text!r}")
 
-    def save(path) -> None:
-        adapters.save_adapter(path, lora, config.lora, str(checkpoint), {"components": config.components()})
+    def save(path: Path, **extra: Any) -> None:
+        extra["components"] = config.components()
+        adapters.save_adapter(path, lora, config.lora, str(checkpoint), extra)
 
-    with Reporter(total) as reporter:
+    def save_checkpoint(step: int) -> Path:
+        progress = {
+            "step": step,
+            "updates": total,
+            "data": batches.position,
+            "rows": batches.fingerprint,
+            "window": window.state,
+            "best": best.state,
+            "config": config.resolved,
+        }
+        state = optimizer.state()
+        write = lambda path: adapters.save_checkpoint(path, lora, config.lora, str(checkpoint), state, progress)
+        path = folder.save(f"checkpoints/step-{step:05d}", write, step)
+        log.write("event", step=step, event="checkpoint", path=str(path.relative_to(folder.path)))
+        return path
+
+    with Reporter(total, start) as reporter, Interrupt() as interrupt:
         for line in _plan_lines(plan):
             reporter.line(line)
-        if valid:
-            validate(0)
-        sample(0)
+        if not resumed:
+            if valid:
+                validate(0)
+            sample(0)
 
-        loss, record = None, {}
-        for step in range(1, total + 1):
+        step, loss, record = start, None, {}
+        for step in range(start + 1, total + 1):
             # ---- one update: gradients of its micro-batches simply add up
             clock = time.perf_counter()
             micro_batches = batches.take(train.accumulate)
@@ -128,36 +162,35 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
             reporter.advance()
             if step % train.report_every == 0 or step in (1, total):
                 rate = learning_rate_at(step, config.optim, total)
-                record = {**window.report(), "learning_rate": rate, **_memory()}
+                record = {**window.report(), "learning_rate": rate, **memory()}
                 log.write("train", step=step, **record)
                 reporter.values("train", step, total, record)
                 backend.tune()  # the load of the machine may have changed
             if valid and (step == total or train.validate_every and step % train.validate_every == 0):
                 validate(step)
-            if train.checkpoint_every and step % train.checkpoint_every == 0:
-                name = f"checkpoints/step-{step:05d}"
-                progress = {"step": step, "data": batches.position, "updates": total}
-                folder.save(
-                    name,
-                    lambda path: adapters.save_checkpoint(
-                        path, lora, config.lora, str(checkpoint), optimizer.state(), progress
-                    ),
-                    step,
-                )
-                log.write("event", step=step, event="checkpoint", path=name)
+            if interrupt.requested or train.checkpoint_every and step % train.checkpoint_every == 0:
+                path = save_checkpoint(step)
+            if interrupt.requested:
+                reporter.line(f"stopped after update {step}; to continue, add train.resume={path}")
+                raise KeyboardInterrupt
+            if best.exhausted and step < total:
+                log.write("event", step=step, event="early_stop", metric=best.metric, best_step=best.state["step"])
+                reporter.line(f"stopped early: {best.metric} was best after update {best.state['step']}")
+                break
 
         if total:
-            sample(total)
+            sample(step)
     folder.save("adapter", save)
     summary = {
-        "updates": total,
+        "updates": step,
         "seconds": round(time.perf_counter() - started, 1),
         "final": {"train_loss": loss, **({"val": trajectory[-1]} if trajectory else {})},
-        "best_loss": best.get("loss"),
-        "best_step": best.get("step"),
-        "best_margin": best.get("margin"),
+        "best_loss": best.state["loss"],
+        "best_step": best.state["step"],
+        "best_margin": best.state["margin"],
+        f"best_{best.metric}": best.state["value"],
         "tokens_per_second": record.get("tokens_per_second"),
-        **_memory(),
+        **memory(),
         "trajectory": trajectory,
     }
     write_json(folder.path / "metrics.json", summary)
@@ -194,14 +227,6 @@ def _stop_if_not_finite(step: int, loss: float, norm: float, grads: Params) -> N
         f"step {step}: loss is {loss} and the gradient norm is {norm} (first non-finite tensor: {bad}); nothing was "
         "updated or saved by this step. Lower optim.learning_rate, or check the data and the base weights."
     )
-
-
-def _memory() -> dict[str, float]:
-    """Peak since the run began and memory in use now, in units of 1e9 bytes."""
-    return {
-        "peak_gb": round(mx.get_peak_memory() / 1e9, 3),
-        "active_gb": round(mx.get_active_memory() / 1e9, 3),
-    }
 
 
 def _plan_lines(plan: dict[str, Any]) -> list[str]:
