@@ -41,7 +41,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
 
     # ---- data, model, adapter
     loaded = load(checkpoint, family, config.model.dtype, config.model.linear)
-    data = load_examples(config.data, loaded.tokenizer, method.records)
+    data = load_examples(config.data, loaded.tokenizer, method.records, config.seed)
     blocks = [block.path for block in loaded.adapter.blocks()]
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint)
     if config.lora.warm_start:
