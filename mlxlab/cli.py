@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # first word of the command line -> function(arguments) -> exit code
 COMMANDS = {"plugins": "mlxlab.cli:plugins", "doctor": "mlxlab.doctor:main", "bench": "mlxlab.bench:main"}
+COMMANDS["data"] = "mlxlab.data.preview:main"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's variable: 1 shows tracebacks of all errors
 
 _jobs: list[Job] = []  # that ran in this process

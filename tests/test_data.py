@@ -14,8 +14,9 @@ import transformers
 
 from mlxlab.data import Batches, DataConfig, load_examples
 from mlxlab.data.batches import length
-from mlxlab.data.encode import Encoder, truncate
+from mlxlab.data.encode import Encoder
 from mlxlab.data.records import to_record
+from mlxlab.data.truncate import truncate
 from mlxlab.errors import ConfigError, DataError
 from mlxlab.interfaces import Example, TokenSequence
 
@@ -104,7 +105,7 @@ def test_an_empty_response_is_refused(case, kind):
     [
         ([1], "completion", "must be a JSON object, got list"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "identical, so there is nothing to prefer"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion", "this is a preference row"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion", "this is a preference row; sft needs"),
         ({"prompt": "a", "completion": "b"}, "preference", "a preference row needs prompt"),
         ({"prompt": "a", "completion": 3}, "completion", "completion must be a string or a list of messages, got int"),
         ({"messages": []}, "completion", "must be a non-empty list"),
@@ -215,23 +216,18 @@ def test_chat_template_is_required_when_asked_for():
 # ---------------------------------------------------------------------------------------------------------- truncation
 def test_the_end_is_kept_before_any_padding():
     example = Example({"c": TokenSequence(np.arange(1, 7, dtype=np.int32), np.arange(6) >= 4)})
-    kept = truncate(example, 5, None).branches["c"]
+    kept = truncate(example, 5, "keep_end").branches["c"]
     assert (kept.ids.tolist(), kept.response.tolist()) == ([2, 3, 4, 5, 6], [False, False, False, True, True])
 
 
 def test_the_shared_prompt_is_cut_once_by_the_longer_response():
     example = Example({"chosen": sequence(14, 9), "rejected": sequence(11, 9)})
-    cut = truncate(example, 12, None)
+    cut = truncate(example, 12, "keep_end")
     assert cut.branches["chosen"].ids.tolist() == list(range(2, 14))
     assert cut.branches["rejected"].ids.tolist() == list(range(2, 11))
     assert [branch.supervised for branch in cut.branches.values()] == [5, 2]
-    kept = truncate(example, 12, bos=0)
+    kept = truncate(example, 12, "keep_end", bos=0)
     assert kept.branches["chosen"].ids.tolist() == [0, *range(3, 14)]
-
-
-def test_a_response_is_never_cut():
-    assert truncate(Example({"c": sequence(10, 2)}), 8, None) is None
-    assert truncate(Example({"c": sequence(10, 3)}), 8, None).branches["c"].supervised == 7
 
 
 def test_a_prompt_that_fills_the_window():
@@ -243,7 +239,7 @@ def test_a_prompt_that_fills_the_window():
 
 
 def test_drop_leaves_long_rows_out():
-    dataset = load("53-length-sorting", template="raw", max_tokens=100, truncation="drop")
+    dataset = load("53-length-sorting", template="raw", max_tokens=100, truncate="drop")
     assert len(dataset.train) == 4 and "4 of 8 rows left out" in dataset.report[0]
     assert len(load("53-length-sorting", template="raw", max_tokens=100).train) == 8
 
@@ -288,7 +284,7 @@ def _started(batches, position):
 
 @pytest.mark.parametrize("options, sentence", [
     ({"max_tokens": 1}, "max_tokens must be >= 2, got 1"),
-    ({"truncation": "keep"}, "did you mean 'keep_end'"),
+    ({"truncate": "keep"}, "did you mean 'keep_end'"),
     ({"template": "chatt"}, "did you mean 'chat'"),
 ])  # fmt: skip
 def test_ranges(options, sentence):

@@ -44,7 +44,7 @@ class DataConfig:
         cache: keep the tokens of files from 4 MB on disk, memory-mapped; otherwise they are in memory.
     """
 
-    path: str | None = None
+    path: str | None
     sources: tuple[SourceConfig, ...] = ()
     max_tokens: int = 2048
     truncate: str = "keep_end"
@@ -56,7 +56,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if (self.path is None) == (not self.sources):
             given = f"path={self.path} and {len(self.sources)} sources" if self.sources else "neither"
-            raise ValueError(f"either path or sources must be given, got {given}")
+            raise ValueError(f"one of path and sources must be given, got {given}; data=mix takes sources")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be >= 2, got {self.max_tokens}")
         for name, allowed in (

@@ -76,13 +76,12 @@ class Facts:
         for group, what in (
             (self.split, "became one example per answer: the chat template writes earlier answers differently"),
             (self.cut, f"cut to data.max_tokens={max_tokens}"),
-            (self.cut_learned, "of those lost tokens that were to be learned"),
+            (self.cut_learned, "lost tokens that were to be learned"),
             (self.left_out, f"left out: too long for data.max_tokens={max_tokens}"),
             (self.refused, "left out: they cannot be used"),
         ):
             if group.count:
-                total = self.cut.count if group is self.cut_learned else self.rows
-                result.append(f"{group.count} of {total} rows {what} {group.named()}")
+                result.append(f"{group.count} of {self.rows} rows {what} {group.named()}")
         return result
 
     def as_dict(self) -> dict[str, Any]:
