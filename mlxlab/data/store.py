@@ -1,9 +1,10 @@
 """Token sequences in flat arrays, in memory or memory-mapped from a folder; examples are views on them.
 
     tokens     int32 [all tokens]      learned   bool [all tokens]
-    offsets    int64 [examples * branches + 1], where each sequence begins
-    places     int64 [examples, 3], number of the file, of the row in it, of the answer in that (0: the whole row)
-    meta.json  branches, names of files, facts, size and CRC-32 of every array, and a CRC-32 of all that
+    offsets    int64 [sequences + 1], where each sequence begins
+    places     int64 [examples, 5], number of the file, of the row in it, of the answer in that (0: the whole row), of the
+               first sequence, and of the set of branches
+    meta.json  sets of branches, names of rows, facts, size and CRC-32 of every array, and a CRC-32 of all that
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mlxlab.data.facts import Facts
 from mlxlab.interfaces import Example, TokenSequence
 
 ARRAYS = {"tokens": np.int32, "learned": np.bool_, "offsets": np.int64, "places": np.int64}
-_META = "meta.json"
+_META, _COLUMNS = "meta.json", 5
 
 
 @dataclass(frozen=True)
 class Store:
     """The examples of one split of one source."""
 
-    branches: tuple[str, ...]
+    branches: tuple[tuple[str, ...], ...]  # sets that occur
     labels: tuple[str, ...]  # of files: name of a row, with {} for its number
     facts: Facts
     tokens: np.ndarray
@@ -42,17 +43,16 @@ class Store:
 
     def example(self, number: int) -> Example:
         """Views, not copies: no token is read before it is used."""
-        first = number * len(self.branches)
+        file, row, answer, first, names = map(int, self.places[number])
         branches = {}
-        for position, branch in enumerate(self.branches, first):
+        for position, branch in enumerate(self.branches[names], first):
             part = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
             branches[branch] = TokenSequence(self.tokens[part], self.learned[part])
-        file, row, answer = map(int, self.places[number])
         return Example(branches, self.labels[file].format(row) + (f", answer {answer}" if answer else ""))
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every branch, int64 [examples, branches]."""
-        return np.diff(self.offsets).reshape(len(self), len(self.branches))
+        """Tokens of the longest branch of every example, int64 [examples]."""
+        return np.maximum.reduceat(np.diff(self.offsets), self.places[:, 3])
 
     @classmethod
     def open(cls, folder: Path) -> Store:
@@ -64,8 +64,8 @@ class Store:
             # an empty file cannot be mapped
             array = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
             arrays[name] = array.view(np.ndarray)
-        arrays["places"] = arrays["places"].reshape(-1, 3)
-        return cls(tuple(meta["branches"]), tuple(meta["labels"]), Facts.from_dict(meta["facts"]), **arrays)
+        arrays["places"] = arrays["places"].reshape(-1, _COLUMNS)
+        return cls(tuple(map(tuple, meta["branches"])), tuple(meta["labels"]), Facts.from_dict(meta["facts"]), **arrays)
 
 
 class Builder:
@@ -77,34 +77,34 @@ class Builder:
             name: (folder / f"{name}.bin").open("wb") if folder else io.BytesIO() for name in ARRAYS
         }
         self._checks = {name: [0, 0] for name in ARRAYS}  # size, CRC-32
-        self._branches: tuple[str, ...] | None = None
-        self._end = 0
+        self._branches: list[tuple[str, ...]] = []
+        self._sequences = self._end = 0
         self._write("offsets", np.zeros(1, np.int64))
 
     def add(self, example: Example, file: int, row: int, answer: int = 0) -> None:
         branches = tuple(example.branches)
-        self._branches = self._branches or branches
-        assert branches == self._branches, f"branches {branches} after {self._branches}"
+        if branches not in self._branches:
+            self._branches.append(branches)
+        self._write("places", np.array([file, row, answer, self._sequences, self._branches.index(branches)]))
+        self._sequences += len(branches)
         for sequence in example.branches.values():
             self._end += len(sequence)
             self._write("tokens", sequence.ids)
             self._write("learned", sequence.response)
             self._write("offsets", np.array([self._end]))
-        self._write("places", np.array([file, row, answer]))
 
     def finish(self, facts: Facts) -> Store | None:
         """The store in memory; with a folder its last file is written, for `Store.open`."""
-        branches = self._branches or ()
         if self._folder is None:
             arrays = {}
             for name, file in self._files.items():
                 data = file.getbuffer()
                 arrays[name] = np.frombuffer(data, ARRAYS[name]) if data.nbytes else np.empty(0, ARRAYS[name])
                 arrays[name].setflags(write=False)  # as the mapped ones
-            arrays["places"] = arrays["places"].reshape(-1, 3)
-            return Store(branches, self._labels, facts, **arrays)
+            arrays["places"] = arrays["places"].reshape(-1, _COLUMNS)
+            return Store(tuple(self._branches), self._labels, facts, **arrays)
         self.close()
-        body = {"branches": branches, "labels": self._labels, "facts": facts.as_dict(), "arrays": self._checks}
+        body = {"branches": self._branches, "labels": self._labels, "facts": facts.as_dict(), "arrays": self._checks}
         body = json.loads(json.dumps(body))
         content = json.dumps({"body": body, "crc": _crc_of(body)}, ensure_ascii=False)
         (self._folder / _META).write_text(content, encoding="utf-8")
@@ -146,7 +146,7 @@ class Examples(Sequence[Example]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest branch, int64 [n]; reads no token."""
-        longest = [store.lengths().max(axis=1) for _, store in self._stores]
+        longest = [store.lengths() for _, store in self._stores]
         return np.concatenate(longest or [np.empty(0, np.int64)])[self._index]
 
     def __len__(self) -> int:

@@ -126,9 +126,9 @@ def _fill(
             facts.left_out.add(place)
 
     for file, reader in enumerate(readers):
-        characters = done = 0
+        label, characters, done = reader.label, 0, 0
         for number, value, amount in reader:
-            place = reader.label.format(number)
+            place = label.format(number)
             facts.rows += 1
             try:
                 record = to_record(value, records, place)
