@@ -114,11 +114,12 @@ def test_what_cannot_be_supervised(load):
 
 
 def test_an_answer_ends_even_if_the_template_forgets_it(load):
-    bare = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    bare = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     tok = tokenizer(template=bare)
-    assert learned(load([{"messages": TURNS}], tok).train[0], tok) == [" blue\n<eos>"] or learned(
-        load([{"messages": TURNS}], tok).train[0], tok
-    ) == ["blue\n<eos>"]
+    assert learned(load([{"messages": TURNS}], tok).train[0], tok) == ["blue\n<eos>"]
 
 
 # ------------------------------------------------------------------------------------- what templates drop without a word

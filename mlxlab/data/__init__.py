@@ -12,7 +12,7 @@ from mlxlab.data.encode import SUPERVISE, Encoder
 from mlxlab.data.facts import SHOWN, Facts
 from mlxlab.data.sources import BUILT_IN, SETS, SourceConfig, find
 from mlxlab.data.store import Examples, Store
-from mlxlab.data.tokenize import tokenize
+from mlxlab.data.tokenization import tokenize
 from mlxlab.data.truncate import POLICIES
 from mlxlab.errors import DataError, nearest
 from mlxlab.interfaces import Example
