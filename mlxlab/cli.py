@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "plugins": "mlxlab.cli:plugins",
     "models": "mlxlab.models.report:main",
+    "data": "mlxlab.data.preview:main",
     "doctor": "mlxlab.doctor:main",
     "bench": "mlxlab.bench:main",
     "evaluate": "mlxlab.evaluate:main",

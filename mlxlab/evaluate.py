@@ -44,7 +44,7 @@ from mlxlab.interfaces import Example, Setup
 from mlxlab.lora import apply_lora, load_adapter_weights
 from mlxlab.measure import INTERVALS, Measured, measure
 from mlxlab.metrics import number
-from mlxlab.models.load import load, read_config
+from mlxlab.models.load import load, load_tokenizer, read_config
 from mlxlab.registry import Registry
 from mlxlab.rundir import find_checkpoints, find_runs, write_json
 from mlxlab.samples import generate, prompts_of
@@ -194,6 +194,8 @@ def load_rows(config: RunConfig, tokenizer: Any, split: str) -> tuple[Sequence[E
     if split not in ("train", "valid"):
         if split == "test":
             path = data.path
+            if path is None:
+                raise ConfigError("split=test: the run has several data.sources; give the .jsonl file to evaluate on.")
             folder = SETS / path.removeprefix(BUILT_IN) if path.startswith(BUILT_IN) else Path(path).expanduser()
             folder = folder.parent if folder.is_file() else folder
             file = next((f for f in (folder / records / "test.jsonl", folder / "test.jsonl") if f.is_file()), None)
@@ -208,9 +210,9 @@ def load_rows(config: RunConfig, tokenizer: Any, split: str) -> tuple[Sequence[E
                     f"split={split} is neither a split nor a file (for another folder give data.path=FOLDER); "
                     f"{nearest(file.name, SPLITS)}"
                 )
-        loaded = load_examples(dataclasses.replace(data, path=str(file)), tokenizer, records)
+        loaded = load_examples(dataclasses.replace(data, path=str(file), sources=()), tokenizer, records, config.seed)
         return loaded.train, [line for line in loaded.report if "validation" not in line]
-    loaded = load_examples(data, tokenizer, records)
+    loaded = load_examples(data, tokenizer, records, config.seed)
     rows = loaded.valid if split == "valid" else loaded.train
     if not len(rows):
         raise ConfigError(f"split={split}: data.path={data.path} has no such rows; give split=train or a .jsonl file.")
@@ -229,8 +231,9 @@ def evaluate(
     model_config = read_config(checkpoint)
     family = registry.family_for(model_config["model_type"])
     compat.check(setup, family, model_config)
-    loaded = load(checkpoint, family, config.model.dtype, config.model.linear)
-    rows, report = load_rows(config, loaded.tokenizer, split)
+    tokenizer = load_tokenizer(checkpoint)
+    rows, report = load_rows(config, tokenizer, split)
+    loaded = load(checkpoint, family, config.model.dtype, config.model.linear, tokenizer)
     if 0 < limit < len(rows):
         rows = [rows[i] for i in range(limit)]
     blocks = [block.path for block in loaded.adapter.blocks()]

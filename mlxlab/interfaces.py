@@ -401,3 +401,7 @@ class ModelSource(Component):
     @abstractmethod
     def folder(self) -> Path:
         """The local folder; downloads or converts on first use, into a cache, atomically."""
+
+    def tokenizer_folder(self) -> Path:
+        """A local folder with the same tokenizer; weights may be missing there."""
+        return self.folder()

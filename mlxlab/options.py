@@ -67,8 +67,14 @@ def convert(
     schema = OmegaConf.structured(cls)
     OmegaConf.set_readonly(schema, None)  # a frozen dataclass makes a read-only node
     problems = Problems()
+    lists: dict[str, tuple] = {}  # of dataclasses, which OmegaConf does not make of plain mappings
     for option, value in options.items():
         key = f"{prefix}{option}"
+        item = typing.get_args(hints[option])[0] if option in fields and typing.get_args(hints[option]) else None
+        if dataclasses.is_dataclass(item) and isinstance(value, list) and all(isinstance(v, Mapping) for v in value):
+            with problems.collect():
+                lists[option] = tuple(convert(item, v, f"{key}[{number}]") for number, v in enumerate(value))
+            continue
         if option not in fields:
             problems.add(f"{key}={value} is not an option of {label}; {nearest(option, fields)}{hint(str(option))}")
             continue
@@ -83,6 +89,8 @@ def convert(
             problems.add(f"{prefix}{option} is missing; give {prefix}{option}=...")
     problems.raise_if_any()
     try:
+        if lists:
+            return cls(**{**OmegaConf.to_container(schema), **lists})
         built = OmegaConf.to_object(schema)
         # OmegaConf has lists only
         tuples = [name for name, hint in hints.items() if name in fields and typing.get_origin(hint) is tuple]

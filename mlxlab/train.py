@@ -19,7 +19,7 @@ from mlxlab.interfaces import Example, Params, Setup, Totals
 from mlxlab.interrupt import Interrupt
 from mlxlab.lora import apply_lora, load_adapter_weights
 from mlxlab.metrics import Best, MetricsLog, Reporter, Window, memory
-from mlxlab.models.load import load, read_config
+from mlxlab.models.load import load, load_tokenizer, read_config
 from mlxlab.optim import Optimizer, clip_by_global_norm, learning_rate_at
 from mlxlab.resume import Checkpoint
 from mlxlab.rundir import RunFolder, write_json
@@ -46,8 +46,9 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     compat.check(setup, family, model_config)
 
     # ---- data, model, adapter
-    loaded = load(checkpoint, family, config.model.dtype, config.model.linear)
-    data = load_examples(config.data, loaded.tokenizer, method.records)
+    tokenizer = load_tokenizer(checkpoint)
+    data = load_examples(config.data, tokenizer, method.records, config.seed)  # bad rows are named before weights load
+    loaded = load(checkpoint, family, config.model.dtype, config.model.linear, tokenizer)
     blocks = [block.path for block in loaded.adapter.blocks()]
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint, loaded.adapter.lora_targets)
     if config.lora.warm_start and not resumed:

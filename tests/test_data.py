@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import transformers
 
 from mlxlab.data import Batches, DataConfig, load_examples
 from mlxlab.data.batches import length
-from mlxlab.data.encode import Encoder, truncate
+from mlxlab.data.encode import Encoder
 from mlxlab.data.records import to_record
+from mlxlab.data.truncate import truncate
 from mlxlab.errors import ConfigError, DataError
-from mlxlab.interfaces import Example, TokenSequence
+from mlxlab.interfaces import Example, Scores, TokenLogps, TokenSequence, Totals
+from mlxlab.memory.layouts.separate import Separate
+from mlxlab.methods.sft import Sft
 
 HERE = Path(__file__).parent / "data"
 CASES = HERE / "cases"
@@ -104,7 +109,7 @@ def test_an_empty_response_is_refused(case, kind):
     [
         ([1], "completion", "must be a JSON object, got list"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "preference", "identical, so there is nothing to prefer"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion", "this is a preference row"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion", "this is a preference row; sft needs"),
         ({"prompt": "a", "completion": "b"}, "preference", "a preference row needs prompt"),
         ({"prompt": "a", "completion": 3}, "completion", "completion must be a string or a list of messages, got int"),
         ({"messages": []}, "completion", "must be a non-empty list"),
@@ -215,35 +220,94 @@ def test_chat_template_is_required_when_asked_for():
 # ---------------------------------------------------------------------------------------------------------- truncation
 def test_the_end_is_kept_before_any_padding():
     example = Example({"c": TokenSequence(np.arange(1, 7, dtype=np.int32), np.arange(6) >= 4)})
-    kept = truncate(example, 5, None).branches["c"]
+    kept = truncate(example, 5, "keep_end").branches["c"]
     assert (kept.ids.tolist(), kept.response.tolist()) == ([2, 3, 4, 5, 6], [False, False, False, True, True])
+
+
+def test_long_responses_keep_their_end_before_any_padding():
+    case = json.loads((CASES / "24-keep-end-after-padding" / "input.json").read_text(encoding="utf-8"))
+    want = expected("24-keep-end-after-padding")
+    for row, ids, mask in zip(case["rows"], want["ids"], want["response_mask"], strict=True):
+        tokens = np.array(row["prompt"] + row["response"], np.int32)
+        example = Example({"c": TokenSequence(tokens, np.arange(len(tokens)) >= len(row["prompt"]))})
+        kept = truncate(example, case["max_length"], "keep_end").branches["c"]
+        assert (kept.ids.tolist(), kept.response.astype(int).tolist()) == (ids, mask)
+
+
+def test_padding_is_no_target():
+    case = json.loads((CASES / "17-pad-off-by-one" / "input.json").read_text(encoding="utf-8"))
+    want = expected("17-pad-off-by-one")
+    sequences = [
+        TokenSequence(np.array(ids, np.int32), np.arange(len(ids)) >= prompt)
+        for ids, prompt in zip(case["rows"], case["prompt_lengths"], strict=True)
+    ]
+    # a third row without a target makes the padding
+    longest = TokenSequence(np.zeros(case["pad_to"] + 1, np.int32), np.zeros(case["pad_to"] + 1, bool))
+    batch, method = [Example({"completion": s}) for s in (*sequences, longest)], Sft()
+    plan = Separate().plan(batch, method.spans())
+    (stream,), (span,) = plan.streams.values(), plan.spans
+    assert stream.ids.shape == (3, case["pad_to"])
+    for row in (0, 1):
+        of_row = span.row == row
+        # position t predicts token t + 1
+        assert (span.index[of_row] - row * case["pad_to"]).tolist() == want["supervised_target_index_per_row"]
+        assert span.target[of_row].tolist() == want["supervised_token_ids"]
+    totals = Totals.of(batch, method.spans())
+    assert totals.tokens == {("completion", "response"): want["ntoks"]} and len(span.target) == want["ntoks"]
+    logps = mx.full(len(span.target), -math.log(case["vocab"]))
+    scores = Scores({("completion", "response"): TokenLogps(logps, mx.array(span.row), 3)}, totals)
+    assert method.loss(scores, None)[0].item() == pytest.approx(want["loss"], abs=1e-6)
 
 
 def test_the_shared_prompt_is_cut_once_by_the_longer_response():
     example = Example({"chosen": sequence(14, 9), "rejected": sequence(11, 9)})
-    cut = truncate(example, 12, None)
+    cut = truncate(example, 12, "keep_end")
     assert cut.branches["chosen"].ids.tolist() == list(range(2, 14))
     assert cut.branches["rejected"].ids.tolist() == list(range(2, 11))
     assert [branch.supervised for branch in cut.branches.values()] == [5, 2]
-    kept = truncate(example, 12, bos=0)
+    kept = truncate(example, 12, "keep_end", bos=0)
     assert kept.branches["chosen"].ids.tolist() == [0, *range(3, 14)]
 
 
-def test_a_response_is_never_cut():
-    assert truncate(Example({"c": sequence(10, 2)}), 8, None) is None
-    assert truncate(Example({"c": sequence(10, 3)}), 8, None).branches["c"].supervised == 7
+def test_what_is_left_of_a_pair_can_be_compared():
+    # keep_end: a pair whose longer response fills the window shares no prompt any more
+    assert truncate(Example({"chosen": sequence(14, 4), "rejected": sequence(6, 4)}), 9, "keep_end") is None
+    # keep_start: responses that differ only beyond the cut are the same
+    same = Example({"chosen": sequence(14, 4), "rejected": sequence(15, 4)})
+    assert truncate(same, 14, "keep_start") is None and truncate(same, 15, "keep_start") is same
+    both = Example({"chosen": sequence(14, 4), "rejected": TokenSequence(np.arange(9, -1, -1), np.arange(10) >= 4)})
+    kept = truncate(both, 9, "keep_start")
+    assert [len(branch) for branch in kept.branches.values()] == [9, 9]
+    assert [branch.supervised for branch in kept.branches.values()] == [5, 5]
+
+
+def test_no_policy_leaves_a_row_without_a_target():
+    for prompt in (8, 9, 20):
+        example = Example({"c": sequence(30, prompt)})
+        assert truncate(example, 8, "keep_end") is None and truncate(example, 8, "keep_start") is None
+    assert truncate(Example({"c": sequence(30, 7)}), 8, "keep_start").branches["c"].supervised == 1
+    assert truncate(Example({"c": sequence(30, 7)}), 8, "keep_end").branches["c"].supervised == 7
+
+
+def test_long_rows_can_be_refused():
+    with pytest.raises(DataError, match=r"train.jsonl:\d: longer than data.max_tokens=100; raise it, or choose another"):
+        load("53-length-sorting", template="raw", max_tokens=100, truncate="error")
+    assert len(load("53-length-sorting", template="raw", truncate="error").train) == 8
 
 
 def test_a_prompt_that_fills_the_window():
     dataset = load("22-prompt-fills-window", "preference", max_tokens=16)
     assert [example.source for example in dataset.train] == ["train.jsonl:2"]
+    whole = load("22-prompt-fills-window", "preference").train
+    for branch, left in dataset.train[0].branches.items():  # the loss is that of row 2 alone
+        assert left.ids.tolist() == whole[1].branches[branch].ids.tolist()
     assert "1 of 2 rows left out: too long for data.max_tokens=16 (train.jsonl:1)" in dataset.report
     with pytest.raises(DataError, match="no usable row"):
         load("22-prompt-fills-window/all_bad", "preference", max_tokens=16)
 
 
 def test_drop_leaves_long_rows_out():
-    dataset = load("53-length-sorting", template="raw", max_tokens=100, truncation="drop")
+    dataset = load("53-length-sorting", template="raw", max_tokens=100, truncate="drop")
     assert len(dataset.train) == 4 and "4 of 8 rows left out" in dataset.report[0]
     assert len(load("53-length-sorting", template="raw", max_tokens=100).train) == 8
 
@@ -288,7 +352,7 @@ def _started(batches, position):
 
 @pytest.mark.parametrize("options, sentence", [
     ({"max_tokens": 1}, "max_tokens must be >= 2, got 1"),
-    ({"truncation": "keep"}, "did you mean 'keep_end'"),
+    ({"truncate": "keep"}, "did you mean 'keep_end'"),
     ({"template": "chatt"}, "did you mean 'chat'"),
 ])  # fmt: skip
 def test_ranges(options, sentence):

@@ -149,11 +149,13 @@ def test_lines_that_cannot_be_read_are_collected_with_the_others(load):
 
 
 # --------------------------------------------------------------------------------------------------------------- size
-def test_a_response_without_a_prompt_is_not_plain_text(load):
+def test_rows_without_a_prompt_are_cut_by_the_policy(load):
     rows = [{"prompt": "", "completion": "yes" + " yes" * 30}, {"text": "yes" + " yes" * 30}]
-    dataset = load(rows, "completion", template="raw", max_tokens=8)
-    assert [(e.source, len(e.branches["completion"])) for e in dataset.train] == [("train.jsonl:2", 8)]
-    assert any("left out" in sentence and "train.jsonl:1" in sentence for sentence in dataset.report)
+    for policy, last in (("keep_end", "<eos>"), ("keep_start", " yes")):
+        dataset = load(rows, "completion", template="raw", max_tokens=8, truncate=policy)
+        assert [(e.source[-1], len(e.branches["completion"])) for e in dataset.train] == [("1", 8), ("2", 8)]
+        assert {tokenizer().decode(e.branches["completion"].ids[-1:]) for e in dataset.train} == {last}
+        assert "2 of 2 rows lost tokens that were to be learned (train.jsonl:1, train.jsonl:2)" in dataset.report
 
 
 @pytest.mark.parametrize("template", ["raw", "chat"])
@@ -178,7 +180,8 @@ def test_memory_of_an_enormous_row_stays_in_proportion(tmp_path, template):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kept, report, rise = done.stdout.splitlines()[-3:]
-    assert kept == "['train.jsonl:1', 'train.jsonl:3'] 2048" and "left out" in report and "train.jsonl:2" in report
+    assert kept == "['train.jsonl:1', 'train.jsonl:2', 'train.jsonl:3'] 2048"
+    assert "2 of 3 rows cut" in report and "train.jsonl:2, train.jsonl:3" in report
     assert int(rise) < 5 * 12.6e6
 
 

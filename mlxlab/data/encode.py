@@ -1,18 +1,20 @@
-"""Token streams exactly as inference sees them, and where the response begins."""
+"""Token streams exactly as inference sees them, and which tokens are learned."""
 
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
-from typing import Any, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
-from mlxlab.data.records import Message, Record, Text
+from mlxlab.data.messages import Text, content_of
+from mlxlab.data.records import Record
+from mlxlab.data.template import ChatTemplate, Span
 from mlxlab.errors import ConfigError, DataError
 from mlxlab.interfaces import Example, TokenSequence
+
+SUPERVISE = ("last", "all", "template")
 
 
 class TooLong(Exception):
@@ -20,175 +22,251 @@ class TooLong(Exception):
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A sequence before it has tokens.
+
+    Args:
+        text: all of it.
+        learned: spans of characters that are targets, in order.
+        raw: not from a template: gets the beginning and end of sequence of raw text.
+        joint: no cut between prompt and response; a token with characters of both is learned.
+    """
+
+    text: str
+    learned: tuple[Span, ...]
+    raw: bool = False
+    joint: bool = False
+
+    def prefixes(self) -> list[str]:
+        """What has to be encoded: the text up to every place where it is cut, and the whole of it."""
+        cuts = [] if self.joint else sorted({cut for span in self.learned for cut in span} - {0, len(self.text)})
+        return [*(self.text[:cut] for cut in cuts), self.text]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A row that waits for its tokens: a draft per branch."""
+
+    source: str
+    drafts: Mapping[str, Draft]
+    answer: int = 0  # > 0: only this assistant turn of the row, as an example of its own
+
+    def texts(self) -> list[str]:
+        return [text for draft in self.drafts.values() for text in draft.prefixes()]
+
+
+@dataclass(frozen=True)
 class Encoder:
-    """Turns records into examples.
+    """Turns records into examples: `prepare` finds the texts, `finish` makes sequences of their tokens.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
+        template: how conversations become text.
         chat: render string prompts as a user turn through the chat template; otherwise they are raw text.
-        max_characters: longer prompts and responses raise `TooLong`, and plain text is cut there; bounds memory.
+        supervise: "last" (the response), "all" (every assistant turn), "template" (what the template marks).
+        max_characters: of a prompt; longer ones raise `TooLong`. Bounds memory, as no token is so long.
+        keep: "keep_start" or "keep_end": a longer response or text keeps so many characters there, for the policy to
+            cut on; None: it raises `TooLong`.
     """
 
     tokenizer: Any
+    template: ChatTemplate
     chat: bool
+    supervise: str = "last"
     max_characters: float = math.inf
+    keep: str | None = None
+    special: frozenset[int] = field(default=frozenset(), repr=False)
+    bos: int | None = None  # that raw text begins with
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str, max_tokens: int | None = None) -> Encoder:
-        """`template` is "auto" (chat if there is a template), "chat" or "raw"; mlx-lm's wrapper is unwrapped."""
-        tokenizer = (
-            getattr(tokenizer, "_tokenizer", tokenizer) if type(tokenizer).__name__ == "TokenizerWrapper" else tokenizer
-        )
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        if template == "chat" and not has_template:
-            raise ConfigError("data.template=chat, but this tokenizer has no chat template; use data.template=raw.")
-        # No token has more characters than the longest of the vocabulary; four times that leaves room for tokenizers
-        # that compose or drop characters first.
-        longest = max(map(len, tokenizer.get_vocab()))
-        limit = math.inf if max_tokens is None else 4 * max_tokens * longest
-        return cls(tokenizer, has_template if template == "auto" else template == "chat", limit)
-
-    def __call__(self, record: Record) -> Example:
-        """Encode every branch of a record.
+    def of(
+        cls,
+        tokenizer: Any,
+        template: str,
+        max_tokens: int | None = None,
+        supervise: str = "last",
+        truncate: str = "keep_end",
+        records: str = "completion",
+    ) -> Encoder:
+        """`template` is "auto" (chat if there is a template), "chat" or "raw"; mlx-lm's wrapper is unwrapped.
 
         Raises:
-            DataError: the chat template refuses the row (its own message is quoted), or no token can be learned.
+            ConfigError: what is asked for needs a chat template, marks in it, or other rows.
+        """
+        wrapped = type(tokenizer).__name__ == "TokenizerWrapper"
+        plain = tokenizer._tokenizer if wrapped else tokenizer
+        chat_template = ChatTemplate(tokenizer, plain)
+        if template == "chat" and not chat_template.exists:
+            raise ConfigError("data.template=chat, but this tokenizer has no chat template; use data.template=raw.")
+        chat = chat_template.exists if template == "auto" else template == "chat"
+        if supervise != "last" and records != "completion":
+            raise ConfigError(
+                f"data.supervise={supervise} is for rows with one answer, and this method needs {records} rows, whose "
+                "last turns are what is compared; use data.supervise=last."
+            )
+        if supervise == "template" and not (chat and chat_template.has_marks):
+            what = "the chat template of this tokenizer has no {% generation %} marks" if chat else "there is none here"
+            raise ConfigError(
+                f"data.supervise=template takes the marks of a chat template, and {what}; use data.supervise=last or all."
+            )
+        # No token has more characters than the longest of the vocabulary; four times that leaves room for tokenizers
+        # that compose or drop characters first.
+        longest = max(map(len, plain.get_vocab()))
+        limit = math.inf if max_tokens is None else 4 * max_tokens * longest
+        special = frozenset([*plain.all_special_ids, *plain.added_tokens_decoder])
+        bos = plain.bos_token_id
+        begins = bos is not None and plain("a")["input_ids"][:1] == [bos]
+        keep = truncate if truncate in ("keep_start", "keep_end") else None
+        return cls(plain, chat_template, chat, supervise, limit, keep, special, bos if begins else None)
+
+    def __call__(self, record: Record) -> Example:
+        """The example of a row that makes one."""
+        (prepared,) = self.prepare(record)
+        return self.finish(prepared, self.encode(prepared.texts()))
+
+    def encode(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Text -> its encoding (`ids`, `offsets`), many at once."""
+        texts = list(dict.fromkeys(texts))
+        return dict(zip(texts, self.tokenizer(texts, add_special_tokens=False, verbose=False).encodings))
+
+    # -------------------------------------------------------------------------------------------------------- prepare
+    def prepare(self, record: Record) -> list[Prepared]:
+        """The texts of a row. It is one example, or one for each answer if no text holds all of them (`answers`).
+
+        Raises:
+            DataError: the chat template refuses the row or leaves something out.
             TooLong: the row cannot fit, whatever its tokens are.
         """
+        record = self._bounded(record)
         if record.prompt is None:
-            branches = {branch: self._text(text) for branch, text in record.responses.items()}
-        elif any(characters(text) > self.max_characters for text in (record.prompt, *record.responses.values())):
-            raise TooLong
-        elif isinstance(record.prompt, str) and not self.chat:
-            branches = self._raw(record.prompt, record.responses)
-        else:
-            branches = self._conversation(record)
-        for branch, sequence in branches.items():
-            if not sequence.supervised:
-                raise DataError(f"{record.source}: no token of the {branch} response can be learned.")
-        return Example(branches, record.source)
-
-    def _text(self, text: str) -> TokenSequence:
-        return _sequence(self._with_eos(self._with_bos(self._ids(text[: min(len(text), self.max_characters)]))), 0)
-
-    def _conversation(self, record: Record) -> dict[str, TokenSequence]:
-        if not self.tokenizer.chat_template:
+            drafts = {b: Draft(text, ((0, len(text)),), raw=True) for b, text in record.responses.items()}
+            return [Prepared(record.source, drafts)]
+        if isinstance(record.prompt, str) and not self.chat:
+            return [Prepared(record.source, self._raw(record.prompt, record.responses))]
+        if not self.template.exists:
             raise DataError(
                 f"{record.source}: messages need a chat template, which this tokenizer lacks; give prompt and response "
                 "as strings."
             )
-        try:
-            before, full = self._render_row(record)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{record.source}: the chat template refuses this row: {error}") from error
-        # A template prints its own beginning-of-sequence token; adding one here would make two.
-        ids = self._ids(before)
-        return {
-            branch: _sequence(self._continue(ids, self._ids(text), text[len(before) :]), len(ids))
-            for branch, text in full.items()
-        }
-
-    def _render_row(self, record: Record) -> tuple[str, dict[str, str]]:
-        """The text of the prompt, which all branches begin with, and the whole text of each branch."""
-        tools = None if record.tools is None else list(record.tools)
         prompt = _turns(record.prompt, "user")
         responses = {branch: _turns(response, "assistant") for branch, response in record.responses.items()}
-        before = self._render(prompt, tools, True) if prompt else ""
-        full = {branch: self._render([*prompt, *turns], tools, False) for branch, turns in responses.items()}
-        if all(text.startswith(before) for text in full.values()):
-            return before, full
-        # Some templates open a block for the answer (such as thinking) that a finished turn does not have. The prompt
-        # then ends where they part; two made-up answers make sure that it holds no character of a real one.
-        turn = next(iter(responses.values()))[-1]
-        made_up = [self._render([*prompt, {**turn, "content": content}], tools, False) for content in ("a", "b")]
-        shared = os.path.commonprefix([before, *full.values(), *made_up])
-        if len(shared) < len(os.path.commonprefix([before, self._render(prompt, tools, False)])):
-            raise DataError(
-                f"{record.source}: the chat template writes the turns before the answer differently once the answer is "
-                "there, so training would not see what generation sees; give strings with data.template=raw."
-            )
-        return shared, full
+        if self.supervise == "last":
+            if not all(_is_learned(turns[-1]) for turns in responses.values()):
+                raise DataError(f"{record.source}: the last answer has weight 0, so there is nothing to learn.")
+            return [self._answer(prompt, responses, record)]
+        (branch, turns), *_ = responses.items()
+        messages = [*prompt, *turns]
+        skipped = [message["role"] == "assistant" and not _is_learned(message) for message in messages]
+        if self.supervise == "template":
+            if any(skipped):
+                raise DataError(f"{record.source}: an answer has weight 0, which needs data.supervise=all.")
+            text, spans = self.template.marked(messages, record.tools, record.source)
+            return [Prepared(record.source, {branch: Draft(text, tuple(spans))})]
+        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and not skipped[n]]
+        whole = self.template.answers(messages, numbers, record.tools, record.source)
+        if whole is not None:
+            return [Prepared(record.source, {branch: Draft(whole[0], tuple(whole[1]))})]
+        return [
+            replace(self._answer(messages[:number], {branch: [messages[number]]}, record), answer=count)
+            for count, number in enumerate(numbers, 1)
+        ]
 
-    def _raw(self, prompt: str, responses: Mapping[str, str]) -> dict[str, TokenSequence]:
-        if len(responses) == 1:
-            return {branch: self._joint(prompt, response) for branch, response in responses.items()}
-        # branches of a pair continue the same tokens, as generation would
-        ids = self._with_bos(self._ids(prompt))
+    def _answer(self, prompt: list, responses: Mapping[str, list], record: Record) -> Prepared:
+        before, full = self.template.answer(prompt, responses, record.tools, record.source)
+        drafts = {branch: Draft(text, ((len(before), len(text)),)) for branch, text in full.items()}
+        return Prepared(record.source, drafts)
+
+    def _raw(self, prompt: str, responses: Mapping[str, str]) -> dict[str, Draft]:
+        # branches of a pair continue the same tokens, as generation would; a single response is encoded jointly
         return {
-            branch: _sequence(
-                self._with_eos(self._continue(ids, self._with_bos(self._ids(prompt + response)), response)), len(ids)
-            )
+            branch: Draft(prompt + response, ((len(prompt), len(prompt + response)),), True, len(responses) == 1)
             for branch, response in responses.items()
         }
 
-    def _joint(self, prompt: str, response: str) -> TokenSequence:
+    def _bounded(self, record: Record) -> Record:
+        """The record with responses that are not much longer than what can be kept of them."""
+        if record.prompt is not None and len(content_of(record.prompt)) > self.max_characters:
+            raise TooLong
+        long = [b for b, response in record.responses.items() if len(content_of(response)) > self.max_characters]
+        if not long:
+            return record
+        # of a pair, a response without its beginning cannot be compared with the other
+        if self.keep is None or self.keep == "keep_end" and len(record.responses) > 1:
+            raise TooLong
+        limit = int(self.max_characters)
+        cut = lambda text: text[-limit:] if self.keep == "keep_end" else text[:limit]
+        responses = {
+            branch: cut(text) if isinstance(text, str) else ({**text[0], "content": cut(text[0]["content"])},)
+            for branch, text in record.responses.items()
+        }
+        return replace(record, responses=responses)
+
+    # --------------------------------------------------------------------------------------------------------- finish
+    def finish(self, prepared: Prepared, encoded: Mapping[str, Any]) -> Example:
+        """The example, given the encodings of `prepared.texts()`.
+
+        Raises:
+            DataError: no token can be learned, or the branches have the same tokens.
+        """
+        branches = {branch: self._sequence(draft, encoded) for branch, draft in prepared.drafts.items()}
+        for branch, sequence in branches.items():
+            if not sequence.supervised:
+                raise DataError(f"{prepared.source}: no token of the {branch} response can be learned.")
+        if len(branches) > 1 and len({sequence.ids.tobytes() for sequence in branches.values()}) == 1:
+            raise DataError(
+                f"{prepared.source}: {' and '.join(branches)} give the same tokens, so there is nothing to prefer."
+            )
+        return Example(branches, prepared.source)
+
+    def _sequence(self, draft: Draft, encoded: Mapping[str, Any]) -> TokenSequence:
+        ids, learned = (self._joint if draft.joint else self._in_pieces)(draft, lambda text: encoded[text])
+        if draft.raw and self.bos is not None and ids[:1] != [self.bos]:
+            ids, learned = [self.bos, *ids], [False, *learned]
+        end = self.tokenizer.eos_token_id
+        closes = draft.raw or self.supervise != "template" and not self._ends(ids, learned)
+        if closes and end is not None and ids[-1:] != [end]:
+            ids, learned = [*ids, end], [*learned, True]
+        return TokenSequence(np.asarray(ids, np.int32), np.asarray(learned, bool))
+
+    def _ends(self, ids: list[int], learned: list[bool]) -> bool:
+        """Whether the last answer has a special token at its end, as generation needs one to stop."""
+        tail = [token for token, wanted in zip(ids[-8:], learned[-8:]) if wanted]
+        return any(token in self.special for token in tail)
+
+    def _joint(self, draft: Draft, encoding: Callable[[str], Any]) -> tuple[list[int], list[bool]]:
         """Joint encoding; the response begins with the first token that has any of its characters."""
-        encoded = self.tokenizer(
-            prompt + response, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        boundary = sum(end <= len(prompt) for _, end in encoded["offset_mapping"])
-        ids = self._with_bos(encoded["input_ids"])
-        return _sequence(self._with_eos(ids), boundary + len(ids) - len(encoded["input_ids"]))
+        whole, ((start, _),) = encoding(draft.text), draft.learned
+        boundary = sum(end <= start for _, end in whole.offsets)
+        return list(whole.ids), [False] * boundary + [True] * (len(whole.ids) - boundary)
 
-    def _continue(self, prompt: list[int], whole: list[int], response: str) -> list[int]:
-        """`whole` if it begins with the prompt; otherwise split where generation would start a new token."""
-        return whole if whole[: len(prompt)] == prompt else prompt + self._ids(response)
+    def _in_pieces(self, draft: Draft, encoding: Callable[[str], Any]) -> tuple[list[int], list[bool]]:
+        """The joint encoding where it begins with the prompt's; otherwise cut where generation would go on."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        done = ""
+        for prefix in draft.prefixes():
+            whole = encoding(prefix).ids
+            ids = list(whole) if whole[: len(ids)] == ids else [*ids, *self._continuation(prefix[len(done) :])]
+            wanted = any(start <= len(done) and len(prefix) <= end for start, end in draft.learned)
+            learned += [wanted] * (len(ids) - len(learned))
+            done = prefix
+        return ids, learned
 
-    def _render(self, messages: list[Message], tools: list[Any] | None, generation: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation
-        )
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        """Raw text gets the beginning that this tokenizer gives to raw text; never two of them."""
-        bos = self.tokenizer.bos_token_id
-        wants = bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
-        return [bos, *ids] if wants and ids[:1] != [bos] else list(ids)
-
-    def _with_eos(self, ids: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+    def _continuation(self, text: str) -> list[int]:
+        """Tokens of a text that continues another one; some tokenizers put a space before a text of its own."""
+        encode = lambda text: self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        decode = lambda ids: self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        for anchor in (*self.tokenizer.all_special_tokens[:1], "\n"):
+            front, both = encode(anchor), encode(anchor + text)
+            if both[: len(front)] == front and decode(both) == decode(front) + text:
+                return both[len(front) :]
+        return encode(text)
 
 
-def truncate(example: Example, max_tokens: int, bos: int | None, plain_text: bool = False) -> Example | None:
-    """Cut an example to `max_tokens` per branch without touching a response; None if that cannot be done sensibly.
-
-    That is, if a response does not fit, or if the prompt alone fills the window: what is left of it would be another
-    question. The prompt loses tokens after its beginning-of-sequence token, in all branches the same ones (by the
-    longest branch), so that they still share it. Plain text loses its end.
-    """
-    excess = max(map(len, example.branches.values())) - max_tokens
-    if excess <= 0:
-        return example
-    prompt = min(int(sequence.response.argmax()) for sequence in example.branches.values())
-    if plain_text:
-        cut = {name: slice(max_tokens, None) for name in example.branches}
-    else:
-        sequences = list(example.branches.values())
-        first = int(bos is not None and prompt > 0 and all(s.ids[0] == bos for s in sequences))
-        # one prompt token must be left to predict the first response token
-        if prompt >= max_tokens or excess > prompt - first - 1:
-            return None
-        cut = {name: slice(first, first + excess) for name in example.branches}
-    branches = {
-        name: TokenSequence(np.delete(sequence.ids, cut[name]), np.delete(sequence.response, cut[name]))
-        for name, sequence in example.branches.items()
-    }
-    return Example(branches, example.source)
-
-
-def characters(text: Text) -> int:
-    """Of the contents; at most what a template prints."""
-    return len(text) if isinstance(text, str) else sum(len(turn["content"]) for turn in text)
-
-
-def _turns(text: Text, role: str) -> list[Message]:
+def _turns(text: Text, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
 
 
-def _sequence(ids: list[int], boundary: int) -> TokenSequence:
-    array = np.asarray(ids, np.int32)
-    return TokenSequence(array, np.arange(len(array)) >= boundary)
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """OpenAI's `weight` and the `train` of others switch single turns off."""
+    return message.get("weight", 1) != 0 and message.get("train", True) is not False

@@ -21,13 +21,18 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlxlab"
 
 
-def build_once(name: str, build: Callable[[Path], None], valid: Callable[[Path], bool] = lambda folder: True) -> Path:
-    """The folder `models/<name>` in the cache, made by `build(temporary folder)` if it is not there yet.
+def build_once(
+    name: str,
+    build: Callable[[Path], None],
+    valid: Callable[[Path], bool] = lambda folder: True,
+    group: str = "models",
+) -> Path:
+    """The folder `<group>/<name>` in the cache, made by `build(temporary folder)` if it is not there yet.
 
     Atomic (renamed when complete) and safe when two processes start together: the second waits for the first.
     A folder that is incomplete or not `valid` is made again.
     """
-    folder = cache_folder() / "models" / name
+    folder = cache_folder() / group / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(name + ".lock")):
         if (folder / _COMPLETE).exists():

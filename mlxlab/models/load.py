@@ -38,22 +38,31 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is not a model folder: config.json cannot be read ({error}).") from error
 
 
-def load(folder: Path, family: type[ModelAdapter], dtype: str = "auto", policy: str = "auto") -> LoadedModel:
+def load_tokenizer(folder: Path) -> Any:
+    """mlx-lm's tokenizer of a checkpoint folder; reads no weights."""
+    from mlx_lm.utils import load_config, load_tokenizer
+
+    return load_tokenizer(folder, eos_token_ids=load_config(folder).get("eos_token_id"))
+
+
+def load(
+    folder: Path, family: type[ModelAdapter], dtype: str = "auto", policy: str = "auto", tokenizer: Any = None
+) -> LoadedModel:
     """Load weights and tokenizer through mlx-lm, choose how frozen weights are multiplied, check the adapter.
 
     Args:
         dtype: of activations and unquantized weights; "auto" is float32 on a CPU (where half precision is slow) and
             bfloat16 on a GPU.
         policy: for quantized weights, see `mlxlab.linear`.
+        tokenizer: of this checkpoint, if it has been loaded already.
 
     Raises:
         CompatError: the adapter does not compute what the stock model computes.
     """
-    from mlx_lm.utils import load_model, load_tokenizer
+    from mlx_lm.utils import load_model
 
     model, config = load_model(folder)
-    eos = config.get("eos_token_id")
-    tokenizer = load_tokenizer(folder, eos_token_ids=eos)
+    tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
     dtype = resolve_dtype(dtype)
     model.set_dtype(DTYPES[dtype])
     policy = linear.resolve_policy(policy, model, DTYPES[dtype])

@@ -20,6 +20,13 @@ class Pretrained(ModelSource):
     path: str
 
     def folder(self) -> Path:
+        return self._fetch()
+
+    def tokenizer_folder(self) -> Path:
+        return self._fetch(["*.json", "*.txt", "*.jsonl", "*.jinja", "*.tiktoken", "tokenizer.model", "*.py"])
+
+    def _fetch(self, only: list[str] | None = None) -> Path:
+        """The local folder; of a hub model all files that mlx-lm wants, or those of some patterns."""
         local = Path(self.path).expanduser()
         if local.is_dir():
             return local.resolve()
@@ -29,7 +36,7 @@ class Pretrained(ModelSource):
         from mlx_lm.utils import _download
 
         try:
-            return Path(_download(self.path))
+            return Path(_download(self.path, allow_patterns=only))
         except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(

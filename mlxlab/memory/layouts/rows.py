@@ -6,6 +6,7 @@ from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mlxlab import backend
 from mlxlab.interfaces import Example, SpanRows
 
 
@@ -14,8 +15,11 @@ def multiple(tokens: int) -> int:
 
     Long streams get lengths that GPU kernels are made for (odd ones cost a fused attention backward on CUDA), and few
     different ones, so that compiled code is used again: at most 1/16 more tokens, at most 16 lengths per doubling.
+    Short ones are rounded on a GPU only: a CPU neither compiles nor cares.
     """
-    return 1 if tokens < 512 else max(64, 1 << (tokens.bit_length() - 5))
+    if tokens < 512:
+        return 1 if backend.device() == "cpu" else 16
+    return max(64, 1 << (tokens.bit_length() - 5))
 
 
 def pad(sequences: Sequence[np.ndarray]) -> np.ndarray:
