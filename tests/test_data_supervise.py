@@ -17,7 +17,8 @@ from mlxlab.errors import ConfigError, DataError
 TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TURNS = [
@@ -58,9 +59,10 @@ def test_the_last_turn_or_all_of_them(load):
     assert learned(load([{"messages": TURNS}]).train[0], tokenizer()) == ["blue<|im_end|>\n"]
     both = load([{"messages": TURNS}], supervise="all").train[0]
     assert learned(both, tokenizer()) == ["hello<|im_end|>\n", "blue<|im_end|>\n"]
-    assert both.branches["completion"].ids.tolist() == load([{"messages": TURNS}]).train[0].branches[
-        "completion"
-    ].ids.tolist()
+    assert (
+        both.branches["completion"].ids.tolist()
+        == load([{"messages": TURNS}]).train[0].branches["completion"].ids.tolist()
+    )
 
 
 def test_the_marks_of_the_template(load):
@@ -122,7 +124,7 @@ def test_an_answer_ends_even_if_the_template_forgets_it(load):
     assert learned(load([{"messages": TURNS}], tok).train[0], tok) == ["blue\n<eos>"]
 
 
-# ------------------------------------------------------------------------------------- what templates drop without a word
+# -------------------------------------------------------------------------------- what templates drop without a word
 @pytest.mark.parametrize(
     "template, row, sentence",
     [
@@ -150,11 +152,12 @@ def test_branches_that_a_template_makes_equal(load):
         load([{"prompt": "hi", "chosen": "yes", "rejected": "yes "}], tokenizer(template=trims), "preference")
 
 
-# -------------------------------------------------------------------------------------- tokenizers that write a space first
+# ---------------------------------------------------------------------------------- tokenizers that write a space first
 def spaced(legacy):
-    """A small tokenizer that puts a space before what it encodes: only at the beginning, or after special tokens too."""
+    """A small tokenizer that puts a space before what it encodes: at the beginning, or after special tokens too."""
     letters = ["▁", *"abcdehinopsuy"]
-    merges = [("u", "n"), ("▁", "un"), ("h", "a"), ("p", "p"), ("ha", "pp"), ("happ", "y"), ("un", "happy"), ("▁un", "happy")]
+    merges = [("u", "n"), ("▁", "un"), ("h", "a"), ("p", "p"), ("ha", "pp"), ("happ", "y")]
+    merges += [("un", "happy"), ("▁un", "happy")]
     pieces = ["<unk>", "<s>", "</s>", "<0x0A>", *letters, *(a + b for a, b in merges)]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
@@ -165,8 +168,9 @@ def spaced(legacy):
     else:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         core.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<unk>")])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterable, Mapping
 
-
 SHOWN = 5  # places, and refused rows, in one message
 _KEPT = 50  # different reasons, and refused rows, that are remembered
 
