@@ -83,6 +83,17 @@ def test_rows_that_a_run_would_refuse(data, elsewhere):
     assert code == 0 and "3 of 6 rows left out: they cannot be used" in out
 
 
+def test_a_run_names_bad_rows_before_it_loads_weights(data, elsewhere, monkeypatch, capsys):
+    import mlxlab.train
+    from mlxlab.cli import main
+
+    monkeypatch.setattr(mlxlab.train, "load", loading.load)  # raises here
+    code = main(
+        ["model=tiny_llama", "method=sft", "data=jsonl", f"data.path={CASES / '03-crlf-blank-corrupt/corrupt'}"]
+    )
+    assert code == 1 and "train.jsonl, line 3: not valid JSON" in capsys.readouterr().err
+
+
 def test_a_terminal_without_utf8(elsewhere):
     """Neither the command nor a run fails because its text cannot be printed; files are UTF-8 all the same."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from mlxlab.data import DataConfig, load_examples
@@ -182,6 +183,24 @@ def test_no_space_comes_between_prompt_and_response(legacy):
     for branch, text in (("chosen", "unhappy"), ("rejected", "unhide")):
         assert tok.decode(example.branches[branch].ids, skip_special_tokens=True) == text
         assert example.branches[branch].ids[:1].tolist() == tok("un", add_special_tokens=False)["input_ids"]
+
+
+def test_thinking_is_that_of_mlx_lm(load):
+    """Its wrapper tells the template whether to think, and generation is done through the wrapper."""
+    template = tokenizer().chat_template.replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}",
+    )
+    plain = tokenizer(template=template)
+    wrapped = TokenizerWrapper(plain)
+    assert wrapped.has_thinking and template != tokenizer().chat_template
+    content = "<think>a</think>yes"
+    example = load([{"prompt": "hi", "completion": content}], wrapped).train[0]
+    prompt = wrapped.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert plain.decode(prompt).endswith("<think>")
+    start = int(example.branches["completion"].response.argmax())
+    assert example.branches["completion"].ids[:start].tolist() == prompt
+    assert learned(example, plain) == ["a</think>yes<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml_bos", "no_system", "think_strip", "pad_is_eos"])

@@ -54,7 +54,7 @@ class Facts:
         self.refused.add(place)
         if len(self.messages) < _KEPT:
             self.messages.append(message)
-        reason = message.partition(": ")[2] if message.startswith(place) else message.rpartition(": ")[2]
+        reason = message.partition(": ")[2]  # without the place
         if len(self.reasons) >= _KEPT and reason not in self.reasons:
             reason = "other reasons"
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
