@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import mlxlab.train
 from mlxlab.data import DataConfig, load_examples
 from mlxlab.models import load as loading
 from mlxlab.models.tiny import TinyLlama
@@ -84,7 +85,6 @@ def test_rows_that_a_run_would_refuse(data, elsewhere):
 
 
 def test_a_run_names_bad_rows_before_it_loads_weights(data, elsewhere, monkeypatch, capsys):
-    import mlxlab.train
     from mlxlab.cli import main
 
     monkeypatch.setattr(mlxlab.train, "load", loading.load)  # raises here
