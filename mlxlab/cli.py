@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -41,6 +42,9 @@ _shown: list[Exception] = []  # errors that a job has printed already
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (without the program name) and return the exit code: 0, 1 on failure, 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 must not end a run that prints text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         backend.prepare()  # before anything imports MLX
         if arguments == ["--version"]:

@@ -177,8 +177,13 @@ def test_one_beginning_of_sequence():
     example = Encoder.of(tokenizer("chatml_bos"), "auto")(to_record(row, "preference", "pref.jsonl:1"))
     for branch in example.branches.values():
         assert branch.ids.tolist().count(want["bos_id"]) == 1 and branch.ids[0] == want["bos_id"]
-    raw = load("20-double-bos", name="chatml_bos", template="raw")
-    assert [ids.count(want["bos_id"]) for ids in streams(raw)] == [1]
+    encoder = Encoder.of(tokenizer("chatml_bos"), "raw")
+    texts = [{"text": "hi"}, {"text": "<bos>hi"}]
+    for row in (*texts, {"prompt": "hi", "completion": "yes"}, {"prompt": "", "completion": "a"}):
+        ids = encoder(to_record(row, "completion", "x:1")).branches["completion"].ids.tolist()
+        assert ids.count(want["bos_id"]) == 1 and ids[0] == want["bos_id"]
+    pair = encoder(to_record({"prompt": "un", "chosen": "happy", "rejected": "no"}, "preference", "x:1"))
+    assert [branch.ids.tolist().count(want["bos_id"]) for branch in pair.branches.values()] == [1, 1]
 
 
 def test_the_response_ends_with_its_turn_and_opens_no_other():
@@ -271,7 +276,7 @@ def test_the_shared_prompt_is_cut_once_by_the_longer_response():
 
 def test_what_is_left_of_a_pair_can_be_compared():
     # keep_end: a pair whose longer response fills the window shares no prompt any more
-    assert truncate(Example({"chosen": sequence(14, 4), "rejected": sequence(6, 4)}), 9, "keep_end") is None
+    assert truncate(Example({"chosen": sequence(14, 4), "rejected": sequence(11, 4)}), 9, "keep_end") is None
     # keep_start: responses that differ only beyond the cut are the same
     same = Example({"chosen": sequence(14, 4), "rejected": sequence(15, 4)})
     assert truncate(same, 14, "keep_start") is None and truncate(same, 15, "keep_start") is same
@@ -290,7 +295,7 @@ def test_no_policy_leaves_a_row_without_a_target():
 
 
 def test_long_rows_can_be_refused():
-    with pytest.raises(DataError, match=r"train.jsonl:\d: longer than data.max_tokens=100; raise it, or choose another"):
+    with pytest.raises(DataError, match=r"train.jsonl:\d: longer than data.max_tokens=100; raise it, or choose"):
         load("53-length-sorting", template="raw", max_tokens=100, truncate="error")
     assert len(load("53-length-sorting", template="raw", truncate="error").train) == 8
 

@@ -252,3 +252,11 @@ def test_what_is_said_while_it_is_built(tmp_path, cached, capsys):
     assert captured.out == "" and captured.err.count("tokenizing train.jsonl") == 1
     load(folder)
     assert "tokenizing" not in capsys.readouterr().err
+
+
+def test_a_bar_on_a_terminal(tmp_path, cached, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(tokenization, "_CHUNK_ROWS", 7)
+    load(write(tmp_path / "data"))
+    captured = capsys.readouterr()
+    assert captured.out == "" and "tokenizing train.jsonl" in captured.err and "100%" in captured.err

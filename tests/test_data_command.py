@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import mlxlab.train
 from mlxlab.data import DataConfig, load_examples
 from mlxlab.models import load as loading
 from mlxlab.models.tiny import TinyLlama
@@ -53,7 +57,8 @@ def test_what_is_printed(data, elsewhere):
     assert "mine: 3 rows, 2 examples; 0 cut, 1 left out, 0 refused; formats: 2 prompt + completion, 1 messages" in out
     assert "1 of 3 rows left out: too long for data.max_tokens=100 (train.jsonl:3)" in out
     assert "3 rows of 2 formats: 2 prompt + completion, 1 messages" in out
-    assert "tokens per row (longest branch), train: shortest" in out and "learned tokens per row, train: shortest" in out
+    for what in ("tokens per row (longest branch)", "learned tokens per row"):
+        assert f"{what}, train: shortest" in out
     # learned tokens stand in brackets where there are no colours
     assert "<|start|>user↵\none <b><|end|>↵\n<|start|>assistant↵\n[[two & three<|end|>↵\n]]" in out
     assert "[[café↵\nau lait<|end|>↵\n]]" in out
@@ -79,6 +84,36 @@ def test_rows_that_a_run_would_refuse(data, elsewhere):
     assert code == 0 and "3 of 6 rows left out: they cannot be used" in out
 
 
+def test_a_run_names_bad_rows_before_it_loads_weights(data, elsewhere, monkeypatch, capsys):
+    from mlxlab.cli import main
+
+    monkeypatch.setattr(mlxlab.train, "load", loading.load)  # raises here
+    code = main(
+        ["model=tiny_llama", "method=sft", "data=jsonl", f"data.path={CASES / '03-crlf-blank-corrupt/corrupt'}"]
+    )
+    assert code == 1 and "train.jsonl, line 3: not valid JSON" in capsys.readouterr().err
+
+
+def test_a_terminal_without_utf8(elsewhere):
+    """Neither the command nor a run fails because its text cannot be printed; files are UTF-8 all the same."""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    overrides = [
+        "model=tiny_llama",
+        "method=sft",
+        "data=jsonl",
+        f"data.path={CASES / '05-locale'}",
+        "data.template=raw",
+    ]
+    for arguments in (["data", "output=out.html"], ["train.iters=1", "train.samples=1", "train.sample_tokens=1"]):
+        command = [sys.executable, "-m", "mlxlab", *arguments, *overrides]
+        done = subprocess.run(command, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr.decode()
+        assert b"\\u201c" in done.stdout
+    assert "<mark> 日本 😀" in (elsewhere / "out.html").read_text(encoding="utf-8")
+    (metrics,) = elsewhere.glob("outputs/*/*/metrics.jsonl")
+    assert "say “hi” café" in metrics.read_text(encoding="utf-8")
+
+
 def test_html(data, elsewhere):
     write(elsewhere / "mine", [*ROWS, {"prompt": "a"}])
     code, out, _ = data("method=sft", "data=jsonl", "data.path=mine", "rows=9", "output=out.html")
@@ -95,7 +130,8 @@ def test_html(data, elsewhere):
 
 
 def test_it_shows_what_a_run_uses(data, elsewhere):
-    for arguments, kind, split in ((["method=dpo"], "preference", "train"), (["method=sft", "split=valid"], "completion", "valid")):
+    cases = [(["method=dpo"], "preference", "train"), (["method=sft", "split=valid"], "completion", "valid")]
+    for arguments, kind, split in cases:
         _, out, _ = data("data=shouting", "rows=1", *arguments)
         tokenizer = loading.load_tokenizer(TinyLlama().folder())
         dataset = load_examples(DataConfig("mlxlab://shouting"), tokenizer, kind)
@@ -107,7 +143,9 @@ def test_it_shows_what_a_run_uses(data, elsewhere):
 
 def test_several_sources_on_the_command_line(data, elsewhere):
     write(elsewhere / "mine", ROWS)
-    code, out, err = data("method=sft", "data=mix", "data.sources=[{path: mine, weight: 2}, {path: 'mlxlab://shouting'}]")
+    code, out, err = data(
+        "method=sft", "data=mix", "data.sources=[{path: mine, weight: 2}, {path: 'mlxlab://shouting'}]"
+    )
     assert code == 0, err
     assert "mine: weight 2 makes 6 of 3 rows, 15.8 % of the training rows" in out
 
@@ -126,7 +164,7 @@ def test_several_sources_on_the_command_line(data, elsewhere):
         (["data=mix", "data.sources=[x]"], "Value ['x'] of data.sources cannot be used"),
         (["data=everyday", "data.sources=[{path: x}]"], "got path=mlxlab://everyday and 1 sources"),
         (["data=jsonl", "data.path=none"], "data.path=none is neither a folder nor a file"),
-        (["data=jsonl", f"data.path={CASES / '25-header-after-response'}", "split=valid"], "no validation rows to show"),
+        (["data=jsonl", f"data.path={CASES / '22-prompt-fills-window'}", "split=valid"], "no validation rows"),
     ],
 )
 def test_one_sentence(data, arguments, sentence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -96,7 +97,10 @@ def test_a_broken_array_is_named(tmp_path, content, sentence):
 
 def test_a_broken_element_does_not_read_the_rest_of_the_file(tmp_path):
     (tmp_path / "train.json").write_text('[{"text": x},' + '{"text": "a"},' * 200_000, encoding="utf-8")
+    tracemalloc.start()
     (row,) = JsonFile(tmp_path / "train.json")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000  # of 3 MB
+    tracemalloc.stop()
     assert isinstance(row[1], DataError) and "row 1, line 1" in str(row[1])
 
 
@@ -114,7 +118,7 @@ def test_other_contents_are_named(tmp_path):
     (tmp_path / "train.jsonl").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode()))
     with pytest.raises(DataError, match="compressed with gzip"):
         load(tmp_path)
-    (tmp_path / "train.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "caf\xe9", "completion": "b"}\n')
+    (tmp_path / "train.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
     with pytest.raises(DataError, match=r"line 2: not valid JSON in UTF-8 \('utf-8' codec can't decode byte 0xe9"):
         load(tmp_path)
 
@@ -191,7 +195,8 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch, reference):
     source = SourceConfig("owner/name", split="train_sft", name="default")
     dataset = load_examples(DataConfig(None, sources=(source,)), tokenizer(), "completion")
     assert ids(dataset) == reference and asked == [("owner/name", "default")]
-    assert (dataset.train[0].source, dataset.valid[0].source) == ("owner/name train_sft, row 1", "owner/name validation, row 1")
+    sources = [dataset.train[0].source, dataset.valid[0].source]
+    assert sources == ["owner/name train_sft, row 1", "owner/name validation, row 1"]
     with pytest.raises(DataError, match="data.path=owner/name has no split train; allowed: train_sft, validation"):
         load("owner/name")
 
@@ -404,7 +409,7 @@ def test_every_place_where_something_can_be_missing(row, kind, sentence):
     [
         ({"function": {"arguments": {}}}, "messages[1]: a tool call has no name; its keys: arguments"),
         ({"function": "sky"}, "function must be an object, got str"),
-        ({"function": {"name": "sky", "arguments": "{'a'"}}, "tool call arguments are given as a string that is not JSON"),
+        ({"function": {"name": "sky", "arguments": "{'a'"}}, "arguments are given as a string that is not JSON"),
         ({"function": {"name": "sky", "arguments": "[1]"}}, "must be an object, or one as a JSON string, got list"),
         ({}, "a tool call has no name; its keys: none"),
     ],

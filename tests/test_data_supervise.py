@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from mlxlab.data import DataConfig, load_examples
@@ -17,7 +18,8 @@ from mlxlab.errors import ConfigError, DataError
 TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TURNS = [
@@ -58,9 +60,10 @@ def test_the_last_turn_or_all_of_them(load):
     assert learned(load([{"messages": TURNS}]).train[0], tokenizer()) == ["blue<|im_end|>\n"]
     both = load([{"messages": TURNS}], supervise="all").train[0]
     assert learned(both, tokenizer()) == ["hello<|im_end|>\n", "blue<|im_end|>\n"]
-    assert both.branches["completion"].ids.tolist() == load([{"messages": TURNS}]).train[0].branches[
-        "completion"
-    ].ids.tolist()
+    assert (
+        both.branches["completion"].ids.tolist()
+        == load([{"messages": TURNS}]).train[0].branches["completion"].ids.tolist()
+    )
 
 
 def test_the_marks_of_the_template(load):
@@ -122,7 +125,7 @@ def test_an_answer_ends_even_if_the_template_forgets_it(load):
     assert learned(load([{"messages": TURNS}], tok).train[0], tok) == ["blue\n<eos>"]
 
 
-# ------------------------------------------------------------------------------------- what templates drop without a word
+# -------------------------------------------------------------------------------- what templates drop without a word
 @pytest.mark.parametrize(
     "template, row, sentence",
     [
@@ -150,11 +153,12 @@ def test_branches_that_a_template_makes_equal(load):
         load([{"prompt": "hi", "chosen": "yes", "rejected": "yes "}], tokenizer(template=trims), "preference")
 
 
-# -------------------------------------------------------------------------------------- tokenizers that write a space first
+# ---------------------------------------------------------------------------------- tokenizers that write a space first
 def spaced(legacy):
-    """A small tokenizer that puts a space before what it encodes: only at the beginning, or after special tokens too."""
+    """A small tokenizer that puts a space before what it encodes: at the beginning, or after special tokens too."""
     letters = ["▁", *"abcdehinopsuy"]
-    merges = [("u", "n"), ("▁", "un"), ("h", "a"), ("p", "p"), ("ha", "pp"), ("happ", "y"), ("un", "happy"), ("▁un", "happy")]
+    merges = [("u", "n"), ("▁", "un"), ("h", "a"), ("p", "p"), ("ha", "pp"), ("happ", "y")]
+    merges += [("un", "happy"), ("▁un", "happy")]
     pieces = ["<unk>", "<s>", "</s>", "<0x0A>", *letters, *(a + b for a, b in merges)]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
@@ -165,8 +169,9 @@ def spaced(legacy):
     else:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         core.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<unk>")])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -178,6 +183,24 @@ def test_no_space_comes_between_prompt_and_response(legacy):
     for branch, text in (("chosen", "unhappy"), ("rejected", "unhide")):
         assert tok.decode(example.branches[branch].ids, skip_special_tokens=True) == text
         assert example.branches[branch].ids[:1].tolist() == tok("un", add_special_tokens=False)["input_ids"]
+
+
+def test_thinking_is_that_of_mlx_lm(load):
+    """Its wrapper tells the template whether to think, and generation is done through the wrapper."""
+    template = tokenizer().chat_template.replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}",
+    )
+    plain = tokenizer(template=template)
+    wrapped = TokenizerWrapper(plain)
+    assert wrapped.has_thinking and template != tokenizer().chat_template
+    content = "<think>a</think>yes"
+    example = load([{"prompt": "hi", "completion": content}], wrapped).train[0]
+    prompt = wrapped.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert plain.decode(prompt).endswith("<think>")
+    start = int(example.branches["completion"].response.argmax())
+    assert example.branches["completion"].ids[:start].tolist() == prompt
+    assert learned(example, plain) == ["a</think>yes<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml_bos", "no_system", "think_strip", "pad_is_eos"])

@@ -15,7 +15,6 @@ from mlxlab.data.store import Examples, Store
 from mlxlab.data.tokenization import tokenize
 from mlxlab.data.truncate import POLICIES
 from mlxlab.errors import DataError, nearest
-from mlxlab.interfaces import Example
 
 __all__ = ["BUILT_IN", "SETS", "Batches", "DataConfig", "Dataset", "Part", "SourceConfig", "load_examples", "read"]
 
@@ -123,9 +122,7 @@ def load_examples(config: DataConfig, tokenizer: Any, records: str, seed: int = 
 
 def read(config: DataConfig, tokenizer: Any, records: str, seed: int = 0) -> Dataset:
     """Like `load_examples`, but rows that cannot be used are only reported."""
-    encoder = Encoder.of(
-        tokenizer, config.template, config.max_tokens, config.supervise, config.truncate, records
-    )
+    encoder = Encoder.of(tokenizer, config.template, config.max_tokens, config.supervise, config.truncate, records)
     sources = config.sources or (SourceConfig(config.path),)
     parts, report = [], []
     for source in sources:

@@ -105,9 +105,9 @@ class Encoder:
                 "last turns are what is compared; use data.supervise=last."
             )
         if supervise == "template" and not (chat and chat_template.has_marks):
-            what = "the chat template of this tokenizer has no {% generation %} marks" if chat else "there is none here"
+            what = "the one of this tokenizer has no {% generation %} marks" if chat else "there is none here"
             raise ConfigError(
-                f"data.supervise=template takes the marks of a chat template, and {what}; use data.supervise=last or all."
+                f"data.supervise=template needs a chat template with marks, and {what}; use data.supervise=last or all."
             )
         # No token has more characters than the longest of the vocabulary; four times that leaves room for tokenizers
         # that compose or drop characters first.

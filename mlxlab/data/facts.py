@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterable, Mapping
 
-
 SHOWN = 5  # places, and refused rows, in one message
 _KEPT = 50  # different reasons, and refused rows, that are remembered
 
@@ -55,7 +54,7 @@ class Facts:
         self.refused.add(place)
         if len(self.messages) < _KEPT:
             self.messages.append(message)
-        reason = message.partition(": ")[2] if message.startswith(place) else message.rpartition(": ")[2]
+        reason = message.partition(": ")[2]  # without the place
         if len(self.reasons) >= _KEPT and reason not in self.reasons:
             reason = "other reasons"
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

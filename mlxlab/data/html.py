@@ -38,7 +38,8 @@ def to_html(preview: Preview) -> str:
     facts = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in preview.facts)
     refused = "".join(f"<li>{escape(line)}</li>" for line in preview.refused)
     rows = "".join(
-        f"<h3>{escape(row.source)}</h3>" + "".join(f"<p>{escape(n)}</p><pre>{_marked(runs)}</pre>" for n, runs in row.branches)
+        f"<h3>{escape(row.source)}</h3>"
+        + "".join(f"<p>{escape(n)}</p><pre>{_marked(runs)}</pre>" for n, runs in row.branches)
         for row in preview.rows
     )
     return (

@@ -84,9 +84,7 @@ def _message(message: Any, where: str, source: str) -> Message:
             f"of this message: {', '.join(message)}."
         )
     if not isinstance(content, (str, type(None))):
-        raise DataError(
-            f"{source}: {where}.{text} must be a string or parts with text, got {type(content).__name__}."
-        )
+        raise DataError(f"{source}: {where}.{text} must be a string or parts with text, got {type(content).__name__}.")
     rest = {key: value for key, value in message.items() if key not in (name, text, "tool_calls")}
     result = {"role": allowed[speaker], "content": content or "", **rest}
     return {**result, "tool_calls": _calls(calls, where, source)} if calls else result

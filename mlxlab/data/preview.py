@@ -2,8 +2,8 @@
 
     python -m mlxlab data data=jsonl data.path=my_data method=dpo model=smollm2 rows=5 output=data.html
 
-Options: `rows` (rows to show, spread over the split; default 3), `split` (train or valid), `output` (an HTML file with the
-same). Everything else is an override of the training configuration. Only the tokenizer of the model is loaded.
+Options: `rows` (rows to show, spread over the split; default 3), `split` (train or valid), `output` (an HTML file with
+the same). Everything else is an override of the training configuration. Only the tokenizer of the model is loaded.
 
 Shows formats, rows that would be cut, left out or refused and why, lengths, and rows as the model sees them: learned
 tokens are coloured, or stand in [[ ]] where there are no colours. The exit code is 1 if a run would refuse the data.
@@ -93,7 +93,9 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     if not options["rows"].isdigit():
         raise ConfigError(f"data: rows must be an integer >= 0, got {options['rows']!r}.")
     if options["split"] not in ("train", "valid"):
-        raise ConfigError(f"data: split={options['split']} does not exist; {nearest(options['split'], ('train', 'valid'))}.")
+        raise ConfigError(
+            f"data: split={options['split']} does not exist; {nearest(options['split'], ('train', 'valid'))}."
+        )
     if options["output"] and Path(options["output"]).suffix not in (".html", ".htm"):
         raise ConfigError(f"data: output={options['output']} must be a file ending in .html.")
     return options, overrides
@@ -131,8 +133,8 @@ def _summary(part: Part, config: DataConfig) -> str:
     facts = part.facts
     mix = ", ".join(f"{count} {name}" for name, count in facts.formats.items()) or "none"
     return (
-        f"{part.where}: {facts.rows} rows, {len(part.store)} examples; {facts.cut.count} cut, {facts.left_out.count} left "
-        f"out, {facts.refused.count} refused; formats: {mix}"
+        f"{part.where}: {facts.rows} rows, {len(part.store)} examples; {facts.cut.count} cut, "
+        f"{facts.left_out.count} left out, {facts.refused.count} refused; formats: {mix}"
     )
 
 

@@ -115,7 +115,7 @@ def _hub(source: SourceConfig) -> Found:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{where}; to fetch it from the hub, install datasets: pip install \"mlxlab[datasets]\"."
+            f'{where}; to fetch it from the hub, install datasets: pip install "mlxlab[datasets]".'
         ) from error
     try:
         splits: dict[str, Any] = datasets.load_dataset(source.path, source.name)

@@ -1,10 +1,10 @@
 """Token sequences in flat arrays, in memory or memory-mapped from a folder; examples are views on them.
 
-    tokens     int32 [all tokens]      learned   bool [all tokens]
-    offsets    int64 [sequences + 1], where each sequence begins
-    places     int64 [examples, 5], number of the file, of the row in it, of the answer in that (0: the whole row), of the
-               first sequence, and of the set of branches
-    meta.json  sets of branches, names of rows, facts, size and CRC-32 of every array, and a CRC-32 of all that
+tokens     int32 [all tokens]      learned   bool [all tokens]
+offsets    int64 [sequences + 1], where each sequence begins
+places     int64 [examples, 5], number of the file, of the row in it, of the answer in that (0: the whole row),
+           of the first sequence, and of the set of branches
+meta.json  sets of branches, names of rows, facts, size and CRC-32 of every array, and a CRC-32 of all that
 """
 
 from __future__ import annotations

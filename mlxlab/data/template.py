@@ -110,7 +110,8 @@ class ChatTemplate:
         )
         if rendered != text or not any(end > start for start, end in spans):
             raise DataError(
-                f"{source}: the generation marks of the chat template cover no text of this row; use data.supervise=last."
+                f"{source}: the generation marks of the chat template cover no text of this row; use "
+                "data.supervise=last."
             )
         return text, [(start, end) for start, end in spans if end > start]
 

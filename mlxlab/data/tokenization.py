@@ -1,7 +1,8 @@
 """From the files of a split to a store of tokens: kept in a cache, or in memory where that is small.
 
-The cache (`tokens/` in MLXLAB_CACHE) is keyed by everything that the tokens depend on: content of the files, tokenizer,
-chat template, options, versions, and this code. So nothing in it is ever out of date, and it may be deleted at any time.
+The cache (`tokens/` in MLXLAB_CACHE) is keyed by everything that the tokens depend on: content of the files,
+tokenizer, chat template, options, versions, and this code. So nothing in it is ever out of date, and it may be deleted
+at any time.
 """
 
 from __future__ import annotations

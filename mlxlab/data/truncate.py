@@ -26,7 +26,8 @@ def truncate(example: Example, max_tokens: int, policy: str, bos: int | None = N
     if excess <= 0:
         return example
     if policy == "keep_start":
-        return _usable({name: _take(s, np.arange(min(len(s), max_tokens))) for name, s in example.branches.items()}, example)
+        kept = {name: _take(s, np.arange(min(len(s), max_tokens))) for name, s in example.branches.items()}
+        return _usable(kept, example)
     if policy != "keep_end":
         return None
     prompt = min(int(sequence.response.argmax()) for sequence in branches)
