@@ -32,7 +32,16 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
 
     # ---- what was asked for must be possible, before anything large is fetched or loaded
     method, train = config.method, config.train
-    setup = Setup(method, config.head, config.backward, config.layout, config.lora, train.batch_size, backend.device())
+    setup = Setup(
+        method,
+        config.head,
+        config.backward,
+        config.layout,
+        config.lora,
+        train.batch_size,
+        backend.device(),
+        attention=config.attention,
+    )
     compat.check(setup)
     checkpoint = config.source.folder()
     model_config = read_config(checkpoint)
@@ -46,7 +55,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint)
     if config.lora.warm_start:
         load_adapter_weights(lora, config.lora.warm_start)
-    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout)
+    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout, config.attention)
 
     # ---- how long, and what will happen
     batches = Batches(data.train, train.batch_size, config.seed)
@@ -58,6 +67,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         "device": backend.describe(),
         "model": f"{checkpoint} ({model_config['model_type']}, {loaded.dtype}, quantized products: {loaded.policy})",
         "components": config.components(),
+        "attention": f"{config.attention}; longest rows: {engine.describe_attention(_longest(data.train, train.batch_size))}",
         "adapter": lora.summary(),
         "ranks": lora.ranks,
         "data": [f"{len(data.train)} training rows, {len(valid)} validation rows", *data.report],
@@ -179,6 +189,11 @@ def _gradients(
         metrics.append(result.metrics)
         del result
     return sum(losses), _sum_metrics(metrics), grads
+
+
+def _longest(examples: Sequence[Example], rows: int) -> list[Example]:
+    """The micro-batch that needs most."""
+    return sorted(examples, key=lambda example: -max(map(len, example.branches.values())))[:rows]
 
 
 def _sum_metrics(shares: Sequence[dict[str, mx.array]]) -> dict[str, float]:
