@@ -15,7 +15,6 @@ import numpy as np
 
 from mlxlab.attend import Mask
 from mlxlab.interfaces import Attention
-from mlxlab.memory.layouts.rows import multiple
 
 
 class CaptureKV:
@@ -69,7 +68,7 @@ class StreamAttention(Attention):
 def document_starts(documents: np.ndarray | None) -> tuple[np.ndarray | None, int | None]:
     """Where the document of each token starts, int32 [B, T], and a bound on the length of documents in tokens.
 
-    The bound is rounded up, so that batches share compiled code. A token of padding is a document of its own.
+    The bound is a multiple of 64, so that batches share compiled code. A token of padding is a document of its own.
     """
     if documents is None:
         return None, None
@@ -77,4 +76,4 @@ def document_starts(documents: np.ndarray | None) -> tuple[np.ndarray | None, in
     position = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int32), documents.shape)
     starts = np.maximum.accumulate(np.where((documents != before) | (documents < 0), position, 0), axis=1)
     longest = int((position - starts).max()) + 1
-    return starts.astype(np.int32), -(-longest // multiple(longest)) * multiple(longest)
+    return starts.astype(np.int32), -(-longest // 64) * 64

@@ -18,7 +18,7 @@ from mlxlab import backend
 from mlxlab.elementwise import exp, on_cpu
 
 # Of one step's scores in float32: a GPU wants many rows at once, a CPU what stays in its cache.
-STEP_BYTES = {"cpu": 4 << 20, "metal": 64 << 20, "cuda": 256 << 20}
+STEP_BYTES = {"cpu": 2 << 20, "metal": 64 << 20, "cuda": 256 << 20}
 _TILES = 16, 512  # fewest and most queries of a tile
 
 

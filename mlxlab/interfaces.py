@@ -115,8 +115,9 @@ class Stream:
 
     `rows` says which rows of the batch the B rows are, in order. With a parent, both have the same rows.
 
-    `documents` int32 [B, T] says which document of its row each token belongs to: tokens see those of their own only.
-    Those of a document are neighbours; -1 is padding. None: each row is one document. Not with a parent.
+    `documents` int32 [B, T] says which document of its row each token belongs to; tokens see those of their own only.
+    The tokens of a document are neighbours; -1 is padding. Such a stream has no parent, and its `rows` are empty.
+    None: each row is one document.
     """
 
     ids: np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from mlxlab.lora import LoraConfig, apply_lora
 from mlxlab.memory.backward.checkpoint import Checkpoint
 from mlxlab.memory.backward.plain import Plain
 from mlxlab.memory.backward.segmented import Segmented
+from mlxlab.memory.layouts.packed import Packed
 from mlxlab.memory.layouts.prefix_shared import PrefixShared
 from mlxlab.memory.layouts.separate import Separate
 from mlxlab.methods.dpo import Dpo
@@ -59,6 +61,30 @@ def test_every_combination_equals_the_plain_gradient(trained, method):
     for layout, backward, head in itertools.product(layouts, BACKWARDS, HEADS):
         loss, gradient = parity(adapter, lora, method, head, backward, layout, batch, reference)
         assert loss < TOLERANCE and gradient < TOLERANCE, (layout, backward, head, loss, gradient)
+
+
+@pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_packed_sequences_have_the_plain_gradient(family, method):
+    """Windows of 12 tokens, two rows of several documents each, under every strategy and both forms of attention."""
+    adapter, lora = _float32(family)
+    batch = random_examples(method, VOCABULARY, rows=5)
+    reference = reference_step(adapter, lora, method, batch)
+    for layout, backward, attention in itertools.product([Packed(), Packed(80)], BACKWARDS, ["fused", "blockwise"]):
+        if (layout.pack_tokens is None) == (attention == "fused"):
+            continue  # half of them
+        difference = parity(adapter, lora, method, Fused(7), backward, layout, batch, reference, attention)
+        assert max(difference) < TOLERANCE, (layout, backward, attention, difference)
+
+
+@cache
+def _float32(family):
+    source, adapter = FAMILIES[family]
+    loaded = load(source().folder(), adapter, dtype="float32")
+    paths = [block.path for block in loaded.adapter.blocks()]
+    lora = apply_lora(loaded.model, paths, LoraConfig(rank=4, scale=2.0), seed=0)
+    randomize(lora)
+    return loaded.adapter, lora
 
 
 def test_batch_equals_the_weighted_sum_of_its_rows(trained):

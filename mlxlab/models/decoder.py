@@ -21,7 +21,7 @@ from mlxlab.linear import FrozenMatrix
 class DecoderWalk(ModelAdapter):
     """The common walk; a family says which layers have a sliding window."""
 
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing", "half_blocks"})
 
     def __init__(self, model: nn.Module, policy: str = "auto"):
         super().__init__(model, policy)

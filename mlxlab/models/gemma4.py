@@ -19,7 +19,7 @@ class Gemma4(ModelAdapter):
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma4", "gemma4_text")
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing", "half_blocks"})
 
     def __init__(self, model: nn.Module, policy: str = "auto"):
         super().__init__(model, policy)
