@@ -156,7 +156,7 @@ def fused_is_linear(queries: mx.array, values: mx.array) -> bool:
 
 
 def problems(wanted: str, model_config: Mapping[str, Any]) -> Iterable[Problem]:
-    """What can be said from config.json about attention=blockwise: whether the model's file in mlx-lm can be reached."""
+    """Whether attention=blockwise can reach the file that mlx-lm has for a config.json."""
     from mlx_lm.utils import _get_classes
 
     if wanted != "blockwise":
@@ -204,7 +204,9 @@ def _related(file: ModuleType) -> set[ModuleType]:
     while new:
         found.add(current := new.pop())
         for value in vars(current).values():
-            other = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+            other = value
+            if not isinstance(value, ModuleType):
+                other = sys.modules.get(getattr(value, "__module__", None) or "")
             if other is not None and other.__name__.startswith("mlx_lm.models.") and other not in found:
                 new.append(other)
     return found

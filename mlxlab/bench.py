@@ -184,7 +184,9 @@ def _own_step(loaded: Any, config: Any, examples: list[Any]) -> Callable[[], flo
     from mlxlab.optim import Optimizer
 
     lora = apply_lora(loaded.model, [b.path for b in loaded.adapter.blocks()], config.lora, config.seed)
-    engine = StepEngine(loaded.adapter, lora, config.method, config.head, config.backward, config.layout, config.attention)
+    engine = StepEngine(
+        loaded.adapter, lora, config.method, config.head, config.backward, config.layout, config.attention
+    )
     optimizer = Optimizer(config.optim, 100)
     totals = Totals.of(examples, config.method.spans())
     count = itertools.count(1)

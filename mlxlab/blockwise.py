@@ -242,7 +242,7 @@ def _capped(softcap, scores, hidden):
 
 
 def _probabilities(softcap, scores, hidden, sink):
-    """exp(logit - maximum), its sum (1 for an empty row) and the log-sum-exp (inf for an empty row, so that exp is 0)."""
+    """exp(logit - maximum), its sum and the log-sum-exp; an empty row has 1 and inf, so that its output and exp are 0."""
     logits, _ = _capped(softcap, scores, hidden)
     largest = logits.max(-1, keepdims=True)
     if sink is not None:
@@ -279,7 +279,7 @@ def _slice(x: mx.array, step: Step, after: list[mx.array]) -> mx.array:
 
 
 def _fold(x: mx.array, step: Step) -> mx.array:
-    """[B, groups, repeats, rows, D] -> [B, groups, tiles, repeats * tile, D]: heads of a group are rows of one product."""
+    """[B, groups, repeats, rows, D] -> [B, groups, tiles, repeats * tile, D]: the heads of a group make one product."""
     b, g, r, _, d = x.shape
     x = x.reshape(b, g, r, step.tiles, step.tile, d)
     return x.swapaxes(2, 3).reshape(b, g, step.tiles, r * step.tile, d)

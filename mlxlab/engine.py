@@ -84,7 +84,7 @@ class StepEngine:
         return evaluate(program.loss(forward(program, self.lora.params())))
 
     def describe_attention(self, batch: Sequence[Example]) -> str:
-        """What attention a micro-batch takes: form, mask and number of calls. Builds its layers, computes only embeddings.
+        """What attention a micro-batch takes: number of calls, form and mask. Its layers are built, but not computed.
 
         Raises:
             CompatError: the wanted form cannot be had.

@@ -63,11 +63,12 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     optimizer = Optimizer(config.optim, total)
     valid = data.valid[: train.validate_rows or None]
     prompts = prompts_of(valid or data.train, method.branches[0], train.samples)
+    longest = sorted(data.train, key=lambda example: -max(map(len, example.branches.values())))[: train.batch_size]
     plan = {
         "device": backend.describe(),
         "model": f"{checkpoint} ({model_config['model_type']}, {loaded.dtype}, quantized products: {loaded.policy})",
         "components": config.components(),
-        "attention": f"{config.attention}; longest rows: {engine.describe_attention(_longest(data.train, train.batch_size))}",
+        "attention": f"{config.attention}; longest rows: {engine.describe_attention(longest)}",
         "adapter": lora.summary(),
         "ranks": lora.ranks,
         "data": [f"{len(data.train)} training rows, {len(valid)} validation rows", *data.report],
@@ -189,11 +190,6 @@ def _gradients(
         metrics.append(result.metrics)
         del result
     return sum(losses), _sum_metrics(metrics), grads
-
-
-def _longest(examples: Sequence[Example], rows: int) -> list[Example]:
-    """The micro-batch that needs most."""
-    return sorted(examples, key=lambda example: -max(map(len, example.branches.values())))[:rows]
 
 
 def _sum_metrics(shares: Sequence[dict[str, mx.array]]) -> dict[str, float]:

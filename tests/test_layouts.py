@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxlab.interfaces import Example, TokenSequence, Totals
 from mlxlab.attention import document_starts
+from mlxlab.interfaces import Example, TokenSequence, Totals
 from mlxlab.memory.layouts.packed import Packed
 from mlxlab.memory.layouts.prefix_shared import PrefixShared
 from mlxlab.memory.layouts.separate import Separate
