@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
+import numpy as np
 
+from mlxlab.attend import Mask
 from mlxlab.interfaces import Attention
 
 
@@ -42,14 +43,37 @@ class PrefixKV:
 
 @dataclass
 class StreamAttention(Attention):
-    """Attention of one stream whose first token stands at `offset`."""
+    """Attention of one stream whose first token stands at `offset`.
+
+    Args:
+        starts, longest: of the documents in the stream, see `Mask`.
+        masks: None: layers get masks as MLX takes them. A list: they get a `Mask`, and it is noted there.
+    """
 
     length: int
     offset: int = 0
     cache: Any = None
+    starts: mx.array | None = None
+    longest: int | None = None
+    masks: list[Mask] | None = None
 
-    def mask(self, window: int | None = None) -> mx.array | str | None:
-        total = self.offset + self.length
-        if window is not None and total > window:
-            return create_causal_mask(self.length, offset=self.offset, window_size=window)
-        return "causal" if self.length > 1 else None
+    def mask(self, window: int | None = None) -> Mask | mx.array | str | None:
+        mask = Mask(self.length, self.offset, window, self.starts, self.longest)
+        if self.masks is None or (mask.causal and self.length == 1):
+            return mask.plain()
+        self.masks.append(mask)
+        return mask
+
+
+def document_starts(documents: np.ndarray | None) -> tuple[np.ndarray | None, int | None]:
+    """Where the document of each token starts, int32 [B, T], and a bound on the length of documents in tokens.
+
+    The bound is a multiple of 64, so that batches share compiled code. A token of padding is a document of its own.
+    """
+    if documents is None:
+        return None, None
+    before = np.concatenate([np.full_like(documents[:, :1], -2), documents[:, :-1]], axis=1)
+    position = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int32), documents.shape)
+    starts = np.maximum.accumulate(np.where((documents != before) | (documents < 0), position, 0), axis=1)
+    longest = int((position - starts).max()) + 1
+    return starts.astype(np.int32), -(-longest // 64) * 64

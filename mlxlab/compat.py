@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
+from mlxlab import attend
 from mlxlab.errors import CompatError
 from mlxlab.interfaces import ModelAdapter, Problem, Setup
 
 
 def problems(setup: Setup) -> list[Problem]:
-    """What method, head, backward, layout and (once known) the model family object to, in this order, each once."""
+    """What method, head, backward, layout and (once known) the model object to, in this order, each once."""
     found: list[Problem] = []
     for component in (setup.method, setup.head, setup.backward, setup.layout):
         found += component.check(setup)
     if setup.family is not None and setup.model_config is not None:
         found += setup.family.problems(setup.model_config)
+        found += attend.problems(setup.attention, setup.model_config)
     return list(dict.fromkeys(found))
 
 

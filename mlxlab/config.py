@@ -40,6 +40,7 @@ class RunConfig:
     lora: LoraConfig
     seed: int
     output_dir: str
+    attention: str
     resolved: Mapping[str, Any]
 
     def components(self) -> dict[str, dict[str, Any]]:
@@ -109,6 +110,7 @@ def build_config(cfg: DictConfig, registry: Registry) -> RunConfig:
         **sections,
         seed=built["top"].seed,
         output_dir=built["top"].output_dir,
+        attention=built["top"].attention,
         resolved=resolved,
     )
 

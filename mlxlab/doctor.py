@@ -41,6 +41,7 @@ def check() -> bool:
     from mlxlab.memory.backward.checkpoint import Checkpoint
     from mlxlab.memory.backward.plain import Plain
     from mlxlab.memory.backward.segmented import Segmented
+    from mlxlab.memory.layouts.packed import Packed
     from mlxlab.memory.layouts.prefix_shared import PrefixShared
     from mlxlab.memory.layouts.separate import Separate
     from mlxlab.methods.orpo import Orpo
@@ -66,6 +67,13 @@ def check() -> bool:
             verdict = "ok" if worst < tolerance else "FAILED"
             passed &= worst < tolerance
             print(f"{verdict:<7} {family.__name__:<7} {backward!r} {layout!r}: gradient difference {worst:.1e}")
+        found = [
+            parity(loaded.adapter, lora, method, Fused(7), Segmented(), layout, batch, reference, "blockwise")[1]
+            for layout in (Separate(), PrefixShared(), Packed())
+        ]
+        verdict = "ok" if max(found) < tolerance else "FAILED"
+        passed &= max(found) < tolerance
+        print(f"{verdict:<7} {family.__name__:<7} attention=blockwise: gradient difference {max(found):.1e}")
     for line in flash_check.status():
         print(line)
     print(f"tolerance {tolerance:.0e} on {backend.device()}: {'all checks passed' if passed else 'SOME CHECKS FAILED'}")

@@ -7,13 +7,15 @@ backward strategy.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Callable, Hashable, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlxlab import backend
-from mlxlab.attention import CaptureKV, PrefixKV, StreamAttention
+from mlxlab.attend import Router
+from mlxlab.attention import CaptureKV, PrefixKV, StreamAttention, document_starts
 from mlxlab.interfaces import (
     Backward,
     Block,
@@ -31,10 +33,12 @@ from mlxlab.interfaces import (
     Totals,
 )
 from mlxlab.lora import Lora
-from mlxlab.program import Carry, Chain, Program, Stage, StreamConstants, evaluate, forward
+from mlxlab.program import Carry, Chain, Program, Stage, StreamConstants, evaluate, forward, run
+from mlxlab.settings import ATTENTION_FORMS
 
 _HALVES = {"block": (None,), "half": (0, 1)}
 _DROPOUT = "dropout_key"
+_STARTS = "document_starts"
 
 
 class StepEngine:
@@ -44,13 +48,22 @@ class StepEngine:
         adapter: walks the model block by block.
         lora: the trainable leaves inside it.
         method, head, backward, layout: the chosen components.
+        attention: the wanted form, see `mlxlab.attend`.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, lora: Lora, method: Method, head: Head, backward: Backward, layout: Layout
+        self,
+        adapter: ModelAdapter,
+        lora: Lora,
+        method: Method,
+        head: Head,
+        backward: Backward,
+        layout: Layout,
+        attention: str = ATTENTION_FORMS[0],
     ):
         self.adapter, self.lora = adapter, lora
         self.method, self.head, self.backward, self.layout = method, head, backward, layout
+        self.router = Router(attention)
         self._compiled: dict[Hashable, Callable] = {}
 
     def step(self, batch: Sequence[Example], totals: Totals, key: mx.array | None = None) -> StepResult:
@@ -69,6 +82,19 @@ class StepEngine:
         reference = self._reference(plan, totals)
         program = self._program(plan, totals, reference, None)
         return evaluate(program.loss(forward(program, self.lora.params())))
+
+    def describe_attention(self, batch: Sequence[Example]) -> str:
+        """What attention a micro-batch takes: number of calls, form and mask. Its layers are built, but not computed.
+
+        Raises:
+            CompatError: the wanted form cannot be had.
+        """
+        self.router.chosen.clear()
+        plan, params = self.layout.plan(batch, self.method.spans()), self.lora.params()
+        for group in plan.groups:
+            chain = self._chain(plan, group, None)
+            run(chain.stages, params, chain.start, chain.constants)
+        return ", ".join(f"{calls} x {what}" for what, calls in self.router.chosen.items()) or "fused"
 
     def _reference(self, plan: StreamPlan, totals: Totals) -> Scores | None:
         if not self.method.needs_reference:
@@ -116,8 +142,13 @@ class StepEngine:
                 start[name], constants[name] = evaluate(self.adapter.embed(mx.array(stream.ids)))
                 if key is not None:
                     constants[name][_DROPOUT] = mx.random.split(key, len(plan.streams))[number]
+                if stream.documents is not None:
+                    constants[name][_STARTS] = mx.array(document_starts(stream.documents)[0])
         # what a stage does depends on lengths and parents only, so that batches of one shape share compiled stages
-        signature = tuple((name, stream.ids.shape[1], stream.parent) for name, stream in streams.items())
+        signature = tuple(
+            (name, stream.ids.shape[1], stream.parent, document_starts(stream.documents)[1])
+            for name, stream in streams.items()
+        )
         stages = [
             self._stage(block, half, signature)
             for block in self.adapter.blocks()
@@ -125,26 +156,30 @@ class StepEngine:
         ]
         return Chain(start, constants, stages)
 
-    def _stage(self, block: Block, half: int | None, signature: tuple[tuple[str, int, str | None], ...]) -> Stage:
-        lengths = {name: length for name, length, _ in signature}
-        has_children = {parent for _, _, parent in signature}
+    def _stage(
+        self, block: Block, half: int | None, signature: tuple[tuple[str, int, str | None, int | None], ...]
+    ) -> Stage:
+        lengths = {name: length for name, length, _, _ in signature}
+        has_children = {parent for _, _, parent, _ in signature}
 
         def function(params: Params, carry: Carry, constants: StreamConstants) -> Carry:
             out: Carry = {}
             captured = {}
-            for name, length, parent in signature:
+            for name, length, parent, longest in signature:
                 cache, offset = None, 0
                 if name in has_children:
                     cache = CaptureKV()
                 elif parent is not None:
                     # a half without attention, or a block that reads another block's keys, captures nothing
                     cache, offset = PrefixKV(captured.get(parent), lengths[parent]), lengths[parent]
-                attention = StreamAttention(length, offset, cache)
+                attention = StreamAttention(length, offset, cache, constants[name].get(_STARTS), longest)
                 with self.lora.bound(params, constants[name].get(_DROPOUT)):
+                    arguments = (carry[name], constants[name], attention)
                     if half is None:
-                        out[name] = self.adapter.run(block, carry[name], constants[name], attention)
+                        call = partial(self.adapter.run, block, *arguments)
                     else:
-                        out[name] = self.adapter.run_half(block, half, carry[name], constants[name], attention)
+                        call = partial(self.adapter.run_half, block, half, *arguments)
+                    out[name] = self.router.run(self.adapter, block, attention, call)
                 if name in has_children:
                     captured[name] = cache.captured
             return out

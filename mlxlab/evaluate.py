@@ -225,7 +225,16 @@ def evaluate(
     """Everything that is measured, as plain values."""
     registry = load_plugins()
     config = configure(run, overrides, registry)
-    setup = Setup(config.method, config.head, config.backward, config.layout, config.lora, 1, backend.device())
+    setup = Setup(
+        config.method,
+        config.head,
+        config.backward,
+        config.layout,
+        config.lora,
+        1,
+        backend.device(),
+        attention=config.attention,
+    )
     compat.check(setup)
     checkpoint = config.source.folder()
     model_config = read_config(checkpoint)
@@ -240,7 +249,7 @@ def evaluate(
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint, loaded.adapter.lora_targets)
     load_adapter_weights(lora, adapter, "adapter")
     method = Measured(config.method)
-    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout)
+    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout, config.attention)
 
     print(f"evaluating {len(rows)} rows of {split} with {adapter}", flush=True)
     columns = {"adapter": measure(engine, rows, base=False), "base": measure(engine, rows, base=True)}

@@ -26,6 +26,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxlab.settings import ATTENTION_FORMS
+
 if TYPE_CHECKING:
     from mlxlab.heads.weights import HeadWeights
     from mlxlab.program import Program
@@ -63,6 +65,7 @@ class Setup:
     device: str  # "metal", "cuda" or "cpu"
     family: type[ModelAdapter] | None = None
     model_config: Mapping[str, Any] | None = None  # config.json of the checkpoint
+    attention: str = ATTENTION_FORMS[0]
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,16 @@ class Stream:
     """Token ids [B, T] (right-padded) and the name of the stream that they continue, if any.
 
     `rows` says which rows of the batch the B rows are, in order. With a parent, both have the same rows.
+
+    `documents` int32 [B, T] says which document of its row each token belongs to; tokens see those of their own only.
+    The tokens of a document are neighbours; -1 is padding. Such a stream has no parent, and its `rows` are empty.
+    None: each row is one document.
     """
 
     ids: np.ndarray
     rows: tuple[int, ...]
     parent: str | None = None
+    documents: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -327,17 +335,22 @@ class Attention(ABC):
 
     @abstractmethod
     def mask(self, window: int | None = None) -> mx.array | str | None:
-        """Mask for mlx-lm's layers: "causal", None for a single token, or bool [T, offset + T] with a window."""
+        """Mask for mlx-lm's layers: "causal", None for a single token, or bool [T, offset + T] with a window.
+
+        Hand it on as it is: where `mlxlab.attend` computes attention, it is a `Mask` instead.
+        """
 
 
 class ModelAdapter(ABC):
     """How one model family is walked block by block. One file per family; final classes.
 
     Class attributes: `model_types` (values of `model_type` in config.json) and `features`, a subset of
-    "prefix_cache" (attention goes through mlx-lm's cache protocol, so streams can continue one another) and
-    "half_blocks" (`run_half` exists). `lacks` says of a missing feature why it is missing. `lora_targets` are the
-    linear layers that get LoRA where the user names none. `compiles` is False where mx.compile would take very long,
-    because a block is a chain of small operations per token. The docstring's first line stands in `mlxlab models`.
+    "prefix_cache" (attention goes through mlx-lm's cache protocol, so streams can continue one another),
+    "packing" (tokens meet in attention only, and its weights depend on their distance but not on their positions, so a
+    stream can hold several documents) and "half_blocks" (`run_half` exists). `lacks` says of a missing feature why it is
+    missing. `lora_targets` are the linear layers that get LoRA where the user names none. `compiles` is False where
+    mx.compile would take very long, because a block is a chain of small operations per token. The docstring's first
+    line stands in `mlxlab models`.
     """
 
     model_types: ClassVar[tuple[str, ...]]

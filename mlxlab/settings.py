@@ -8,6 +8,7 @@ from typing import Iterator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LINEAR_POLICIES = ("auto", "fused", "dequantize", "resident")
+ATTENTION_FORMS = ("auto", "fused", "blockwise")  # the first one is the default
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,21 @@ class TopConfig:
     Args:
         seed: of data order, LoRA initialization and dropout, 0 <= seed < 2^32.
         output_dir: folder in which run folders are made, relative to where the program is started.
+        attention: "auto" (the one of the others that fits), "fused" (MLX's; where a window or documents need an array
+            mask, or the backend has no kernel for the backward pass, memory grows with length^2) or "blockwise" (memory
+            grows with length).
     """
 
     seed: int = 0
     output_dir: str = "outputs"
+    attention: str = ATTENTION_FORMS[0]
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be >= 0 and < 2^32, got {self.seed}")
         if not self.output_dir:
             raise ValueError("output_dir must not be empty; the default is outputs")
+        _one_of("attention", self.attention, ATTENTION_FORMS)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

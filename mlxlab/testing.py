@@ -29,6 +29,7 @@ from mlxlab.interfaces import (
 from mlxlab.lora import Lora
 from mlxlab.memory.backward.plain import Plain
 from mlxlab.memory.layouts.separate import Separate
+from mlxlab.settings import ATTENTION_FORMS
 
 
 def random_examples(method: Method, vocabulary: int, rows: int = 2, seed: int = 0) -> list[Example]:
@@ -63,8 +64,8 @@ def relative_difference(gradients: Params, reference: Params) -> float:
 
 
 def reference_step(adapter: ModelAdapter, lora: Lora, method: Method, batch: Sequence[Example]) -> StepResult:
-    """Loss and gradients with no strategy, separate streams and full logits."""
-    engine = StepEngine(adapter, lora, method, Naive(), Plain(), Separate())
+    """Loss and gradients with no strategy, separate streams, full logits and MLX's own attention."""
+    engine = StepEngine(adapter, lora, method, Naive(), Plain(), Separate(), "fused")
     return engine.step(batch, Totals.of(batch, method.spans()))
 
 
@@ -77,9 +78,11 @@ def parity(
     layout: Layout,
     batch: Sequence[Example],
     reference: StepResult | None = None,
+    attention: str = ATTENTION_FORMS[0],
 ) -> tuple[float, float]:
     """Absolute difference of the loss and relative difference of the gradients against `reference_step`."""
     reference = reference or reference_step(adapter, lora, method, batch)
-    result = StepEngine(adapter, lora, method, head, backward, layout).step(batch, Totals.of(batch, method.spans()))
+    engine = StepEngine(adapter, lora, method, head, backward, layout, attention)
+    result = engine.step(batch, Totals.of(batch, method.spans()))
     loss = abs(result.loss.item() - reference.loss.item())
     return loss, relative_difference(result.grads, reference.grads)

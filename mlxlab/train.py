@@ -36,7 +36,8 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     # ---- what was asked for must be possible, before anything large is fetched or loaded
     method, train = config.method, config.train
     rows = train.batch_size or 2  # with batch_tokens: several
-    setup = Setup(method, config.head, config.backward, config.layout, config.lora, rows, backend.device())
+    parts = method, config.head, config.backward, config.layout, config.lora
+    setup = Setup(*parts, rows, backend.device(), attention=config.attention)
     compat.check(setup)
     resumed = Checkpoint.find(train.resume, config.output_dir) if train.resume else None
     changes = resumed.check(config.resolved) if resumed else []
@@ -53,7 +54,7 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     lora = apply_lora(loaded.model, blocks, config.lora, config.seed, checkpoint, loaded.adapter.lora_targets)
     if config.lora.warm_start and not resumed:
         load_adapter_weights(lora, config.lora.warm_start)
-    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout)
+    engine = StepEngine(loaded.adapter, lora, method, config.head, config.backward, config.layout, config.attention)
 
     # ---- how long, and what will happen
     batches = Batches(data.train, train.batch_size, config.seed, batch_tokens=train.batch_tokens)
@@ -69,10 +70,12 @@ def run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
         resumed.restore(lora, optimizer, batches, window, best)
         start = resumed.step
     prompts = prompts_of(valid or data.train, method.branches[0], train.samples)
+    longest = [data.train[int(i)] for i in data.train.lengths.argsort()[-rows:]]
     plan = {
         "device": backend.describe(),
         "model": f"{checkpoint} ({model_config['model_type']}, {loaded.dtype}, quantized products: {loaded.policy})",
         "components": config.components(),
+        "attention": f"{config.attention}; longest rows: {engine.describe_attention(longest)}",
         "adapter": lora.summary(),
         "ranks": lora.ranks,
         "data": [f"{len(data.train)} training rows, {len(valid)} validation rows", *data.report],

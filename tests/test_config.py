@@ -52,7 +52,7 @@ def test_defaults():
     assert built.source == TinyLlama() and built.model == ModelConfig()
     assert built.train == TrainConfig() and built.lora == LoraConfig()
     assert built.optim.learning_rate == Orpo.learning_rate
-    assert (built.seed, built.output_dir) == (0, "outputs")
+    assert (built.seed, built.output_dir, built.attention) == (0, "outputs", "auto")
 
 
 def test_learning_rate_follows_the_method_unless_given():
@@ -154,8 +154,8 @@ def conflict(first: str, second: str, slot: str) -> str:
         ),
         (
             "trainn.iters=5",
-            "trainn.iters=5 does not exist; in the configuration, allowed: data, head, lora, memory, method, model, "
-            "optim, output_dir, seed, train; did you mean 'train'?",
+            "trainn.iters=5 does not exist; in the configuration, allowed: attention, data, head, lora, memory, "
+            "method, model, optim, output_dir, seed, train; did you mean 'train'?",
         ),
         ("seed.x=5", "seed.x=5 does not exist; seed is a value, not a mapping"),
         (
@@ -165,8 +165,8 @@ def conflict(first: str, second: str, slot: str) -> str:
         ),
         (
             "+trainn.iters=5",
-            "trainn={'iters': 5} is not a key of the configuration; allowed: data, head, lora, memory, method, model, "
-            "optim, output_dir, seed, train; did you mean 'train'?",
+            "trainn={'iters': 5} is not a key of the configuration; allowed: attention, data, head, lora, memory, "
+            "method, model, optim, output_dir, seed, train; did you mean 'train'?",
         ),
         (
             "+method.bogus=1",
@@ -192,6 +192,7 @@ def conflict(first: str, second: str, slot: str) -> str:
         ("seed=-1", "the configuration: seed must be >= 0 and < 2^32, got -1"),
         ("seed=x", "Value 'x' of seed cannot be used for the configuration; allowed: integer"),
         ("seed=null", "Value null of seed cannot be used for the configuration; allowed: integer"),
+        ("attention=flash", "the configuration: attention must be one of auto, fused, blockwise, got 'flash'"),
         ("output_dir=''", "the configuration: output_dir must not be empty; the default is outputs"),
         ("train.batch_size=0", "train: batch_size must be >= 1, got 0"),
         ("train.epochs=0", "train: epochs must be > 0 and finite, got 0.0"),
@@ -234,8 +235,8 @@ def conflict(first: str, second: str, slot: str) -> str:
         ("memory=[prefix_shared,none]", conflict("prefix_shared", "none", "layout")),
         (
             "memory=[none,segmnted]",
-            "memory=segmnted does not exist; allowed: checkpoint, mlp_split, none, plain, prefix_shared, segmented, "
-            "segmented_prefix_shared, separate; did you mean 'segmented'?",
+            "memory=segmnted does not exist; allowed: checkpoint, mlp_split, none, packed, plain, prefix_shared, "
+            "segmented, segmented_prefix_shared, separate; did you mean 'segmented'?",
         ),
         (
             "head=naive,fused",
@@ -308,7 +309,7 @@ def test_the_primary_file_repeats_defaults_exactly():
     assert primary["model"] == {"path": None, **defaults_of(ModelConfig)}
     assert {"path": "???", **primary["data"]} == defaults_of(DataConfig)
     assert primary["memory"] == {"backward": "plain", "layout": "separate"}
-    assert (primary["seed"], primary["output_dir"]) == (0, "outputs")
+    assert (primary["seed"], primary["output_dir"], primary["attention"]) == (0, "outputs", "auto")
 
 
 def test_every_option_is_explained():

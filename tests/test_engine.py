@@ -154,8 +154,8 @@ def test_memory_of_the_strategies():
     batch = [Example({"completion": TokenSequence(ids, np.arange(768) >= 700)})]
     totals = Totals.of(batch, Sft().spans())
 
-    def peak(backward):
-        engine = StepEngine(adapter, lora, Sft(), Fused(64), backward, Separate())
+    def peak(backward, attention="fused"):
+        engine = StepEngine(adapter, lora, Sft(), Fused(64), backward, Separate(), attention)
         engine.step(batch, totals)
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -166,6 +166,7 @@ def test_memory_of_the_strategies():
     plain, checkpoint, segmented = (peak(b) for b in (Plain(), Checkpoint(), Segmented(1)))
     assert checkpoint < plain
     assert segmented < 0.5 * plain
+    assert peak(Plain(), "blockwise") < 0.5 * plain
 
 
 def test_empty_spans_and_single_tokens():

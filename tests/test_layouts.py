@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mlxlab.attention import document_starts
 from mlxlab.interfaces import Example, TokenSequence, Totals
+from mlxlab.memory.layouts.packed import Packed
 from mlxlab.memory.layouts.prefix_shared import PrefixShared
 from mlxlab.memory.layouts.separate import Separate
 from mlxlab.methods.orpo import Orpo
@@ -30,8 +32,11 @@ def scored(plan):
         for number, index, target, row in zip(span.stream, span.index, span.target, span.row):
             stream = plan.streams[names[number]]
             b, t = divmod(int(index), stream.ids.shape[1])
-            assert stream.rows[b] == row
+            assert not stream.rows or stream.rows[b] == row
             seen = stream.ids[b, : t + 1].tolist()
+            if stream.documents is not None:
+                assert stream.documents[b, t] >= 0
+                seen = [i for i, d in zip(seen, stream.documents[b]) if d == stream.documents[b, t]]
             while stream.parent is not None:
                 stream = plan.streams[stream.parent]
                 seen = stream.ids[b].tolist() + seen
@@ -101,3 +106,54 @@ def test_the_shared_part_of_a_long_prompt_has_a_good_length():
     plan = PrefixShared().plan(batch, SPANS)
     assert plan.streams["shared_0"].ids.shape == (1, 960)
     assert scored(plan) == scored(Separate().plan(batch, SPANS))
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 2, 40])
+@pytest.mark.parametrize("batch", list(BATCHES.values()), ids=list(BATCHES))
+def test_packing_scores_exactly_what_separate_streams_score(batch, pack_tokens):
+    separate, packed = Separate().plan(batch, SPANS), Packed(pack_tokens).plan(batch, SPANS)
+    assert scored(packed) == scored(separate)
+    assert packed.tokens == separate.tokens
+    assert {(s.branch, s.part): len(s.target) for s in packed.spans} == Totals.of(batch, SPANS).tokens
+
+
+def lengths(*tokens):
+    """One row of so many input tokens each."""
+    rows = [np.arange(1, n + 2, dtype=np.int32) for n in tokens]
+    return [Example({"completion": TokenSequence(ids, np.ones(len(ids), bool))}) for ids in rows]
+
+
+def test_rows_are_filled_longest_first_where_they_fit_first():
+    stream = Packed().plan(lengths(3, 7, 4, 10, 6), Sft().spans()).streams["packed"]
+    assert stream.ids.shape == (3, 10)
+    assert stream.documents.tolist() == [[0] * 10, [0] * 7 + [1] * 3, [0] * 6 + [1] * 4]
+    assert stream.ids[1].tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    assert Packed(16).plan(lengths(3, 7, 4, 10, 6), Sft().spans()).streams["packed"].ids.shape == (2, 16)
+    assert Packed(5).plan(lengths(3, 7), Sft().spans()).streams["packed"].ids.shape == (2, 7)
+
+
+def test_rows_are_no_wider_than_their_content_and_long_ones_have_good_lengths():
+    assert Packed(1000).plan(lengths(3, 7), Sft().spans()).streams["packed"].ids.shape == (1, 10)
+    stream = Packed(2048).plan(lengths(700, 500), Sft().spans()).streams["packed"]
+    assert stream.ids.shape == (1, 1216)
+    assert (stream.documents[0, 1200:] == -1).all()
+
+
+def test_starts_of_documents():
+    documents = np.array([[0, 0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0]], np.int32)
+    starts, longest = document_starts(documents)
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 6], [0] * 7] and starts.dtype == np.int32
+    assert longest == 64 and document_starts(np.zeros((1, 65), np.int32))[1] == 128
+    assert document_starts(None) == (None, None)
+
+
+def test_packing_pays():
+    """A third of the tokens of padded rows, in this batch."""
+    batch = lengths(100, 20, 20, 20, 20, 20)
+    padded = Separate().plan(batch, Sft().spans()).streams["completion"].ids.size
+    assert Packed().plan(batch, Sft().spans()).streams["packed"].ids.size * 3 == padded
+
+
+def test_a_row_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="pack_tokens must be >= 2 or null .*got 1"):
+        Packed(1)

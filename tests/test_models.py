@@ -22,6 +22,7 @@ from mlxlab.lora import LoraConfig, apply_lora
 from mlxlab.memory.backward.checkpoint import Checkpoint
 from mlxlab.memory.backward.plain import Plain
 from mlxlab.memory.backward.segmented import Segmented
+from mlxlab.memory.layouts.packed import Packed
 from mlxlab.memory.layouts.prefix_shared import PrefixShared
 from mlxlab.memory.layouts.separate import Separate
 from mlxlab.methods.orpo import Orpo
@@ -112,8 +113,10 @@ def check_steps(adapter, lora):
     options = [(Checkpoint(), Separate(), Fused(7)), (Segmented(2), Separate(), Flash(9, 50))]
     if "prefix_cache" in adapter.features:
         options += [(Plain(), PrefixShared(), Naive()), (Segmented(1), PrefixShared(), Fused(7))]
+    if "packing" in adapter.features:
+        options.append((Segmented(1), Packed(40), Fused(7)))
     if "half_blocks" in adapter.features:
-        options.append((Checkpoint("half"), options[-1][1], Naive()))
+        options += [(Checkpoint("half"), Separate(), Naive()), (Segmented(2, "half"), Separate(), Fused(7))]
     for backward, layout, head in options:
         loss, gradient = parity(adapter, lora, method, head, backward, layout, batch, reference)
         assert loss < TOLERANCE and gradient < TOLERANCE, (backward, layout, head, loss, gradient)
@@ -125,6 +128,7 @@ def test_what_is_not_declared_is_refused_with_the_reason(name):
     for feature, backward, layout in (
         ("half_blocks", Checkpoint("half"), Separate()),
         ("prefix_cache", Plain(), PrefixShared()),
+        ("packing", Plain(), Packed()),
     ):
         setup = Setup(Orpo(), Naive(), backward, layout, LoraConfig(), 1, "cpu")
         if feature in family.features:

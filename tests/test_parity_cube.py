@@ -15,6 +15,7 @@ from mlxlab.lora import LoraConfig, apply_lora
 from mlxlab.memory.backward.checkpoint import Checkpoint
 from mlxlab.memory.backward.plain import Plain
 from mlxlab.memory.backward.segmented import Segmented
+from mlxlab.memory.layouts.packed import Packed
 from mlxlab.memory.layouts.prefix_shared import PrefixShared
 from mlxlab.memory.layouts.separate import Separate
 from mlxlab.methods.dpo import Dpo
@@ -110,6 +111,20 @@ def test_every_quirk_of_gemma4(config, bits):
         head = HEADS[i % len(HEADS)]
         loss, gradient = parity(adapter, lora, method, head, backward, layout, batch, reference)
         assert loss < TOLERANCE and gradient < TOLERANCE, (layout, backward, head, loss, gradient)
+
+
+@pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_packed_sequences_have_the_plain_gradient(family, method):
+    """Windows of 12 tokens, rows of several documents, under every strategy, alternately in both forms of attention."""
+    source, adapter_class = FAMILIES[family]
+    adapter, lora = make(source.config, adapter_class, 0)
+    batch = random_examples(method, VOCABULARY, rows=5)
+    reference = reference_step(adapter, lora, method, batch)
+    kinds = itertools.cycle([(Packed(), "blockwise"), (Packed(80), "fused"), (Packed(80), "blockwise")])
+    for backward, (layout, attention) in zip(BACKWARDS, kinds):
+        difference = parity(adapter, lora, method, Fused(7), backward, layout, batch, reference, attention)
+        assert max(difference) < TOLERANCE, (layout, backward, attention, difference)
 
 
 def test_batch_equals_the_weighted_sum_of_its_rows(trained):

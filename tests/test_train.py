@@ -115,6 +115,7 @@ def test_what_a_run_leaves_behind(run):
     assert {f.name for f in (folder / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     plan = json.loads((folder / "run.json").read_text(encoding="utf-8"))["plan"]
     assert plan["updates"] == 6 and set(plan["ranks"].values()) == {4}
+    assert plan["attention"].startswith("auto; longest rows: ") and "(window 12)" in plan["attention"]
 
 
 def test_training_changes_the_adapter_and_not_the_base(run):

@@ -78,7 +78,8 @@ def _own_steps(loaded: Any, config: Any, examples: list[Example], steps: int) ->
         config.seed,
         family_targets=loaded.adapter.lora_targets,
     )
-    engine = StepEngine(loaded.adapter, lora, config.method, config.head, config.backward, config.layout)
+    parts = config.method, config.head, config.backward, config.layout, config.attention
+    engine = StepEngine(loaded.adapter, lora, *parts)
     optimizer = Optimizer(config.optim, steps + config.optim.warmup)
     totals = Totals.of(examples, config.method.spans())
     seconds, losses = [], []

@@ -13,6 +13,7 @@ def mlxlab_register_memory(register):
     from mlxlab.memory.backward.checkpoint import Checkpoint
     from mlxlab.memory.backward.plain import Plain
     from mlxlab.memory.backward.segmented import Segmented
+    from mlxlab.memory.layouts.packed import Packed
     from mlxlab.memory.layouts.prefix_shared import PrefixShared
     from mlxlab.memory.layouts.separate import Separate
 
@@ -21,3 +22,4 @@ def mlxlab_register_memory(register):
     register("segmented", Segmented)
     register("separate", Separate)
     register("prefix_shared", PrefixShared)
+    register("packed", Packed)

@@ -11,7 +11,7 @@ class Cohere(DecoderWalk):
     """Command R (parallel blocks, scaled logits) and R7B (also sliding layers; full ones without positions)."""
 
     model_types: ClassVar[tuple[str, ...]] = ("cohere", "cohere2")
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing"})
     lacks: ClassVar[Mapping[str, str]] = {"half_blocks": "attention and feed-forward stand side by side"}
 
     def windows(self) -> list[int | None]:

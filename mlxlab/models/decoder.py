@@ -28,7 +28,7 @@ class DecoderWalk(ModelAdapter):
     Class attributes: the names that mlx-lm gives to the parts of this family's model.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing", "half_blocks"})
 
     inner_name: ClassVar[str] = "model"
     embedding_name: ClassVar[str] = "embed_tokens"

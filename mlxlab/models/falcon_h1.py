@@ -15,7 +15,10 @@ class FalconH1(DecoderWalk):
 
     model_types: ClassVar[tuple[str, ...]] = ("falcon_h1",)
     features: ClassVar[frozenset[str]] = frozenset({"half_blocks"})
-    lacks: ClassVar[Mapping[str, str]] = {"prefix_cache": "its mixers hand on a recurrent state instead of keys"}
+    lacks: ClassVar[Mapping[str, str]] = {
+        "prefix_cache": "its mixers hand on a recurrent state instead of keys",
+        "packing": "its mixers carry a state from one document into the next",
+    }
     lora_targets: ClassVar[tuple[str, ...]] = (*DecoderWalk.lora_targets, "in_proj", "out_proj")
     norm_name: ClassVar[str] = "final_layernorm"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,8 @@ class Gemma2(DecoderWalk):
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    features: ClassVar[frozenset[str]] = DecoderWalk.features - {"packing"}
+    lacks: ClassVar[Mapping[str, str]] = {"packing": "its attention has a softcap and knows no documents"}
 
     def logit_options(self) -> dict[str, float | None]:
         return {"softcap": self.text.final_logit_softcapping}

@@ -23,7 +23,7 @@ class Gemma3n(ModelAdapter):
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3n",)
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing"})
     lacks: ClassVar[Mapping[str, str]] = {"half_blocks": "its states are mixed before and after both halves"}
 
     def __init__(self, model: nn.Module, policy: str = "auto"):

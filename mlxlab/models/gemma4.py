@@ -24,7 +24,7 @@ class Gemma4(ModelAdapter):
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "half_blocks"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing", "half_blocks"})
 
     def __init__(self, model: nn.Module, policy: str = "auto"):
         super().__init__(model, policy)

@@ -15,7 +15,10 @@ class Lfm2(DecoderWalk):
 
     model_types: ClassVar[tuple[str, ...]] = ("lfm2",)
     features: ClassVar[frozenset[str]] = frozenset({"half_blocks"})
-    lacks: ClassVar[Mapping[str, str]] = {"prefix_cache": "its convolutions hand on their last inputs instead of keys"}
+    lacks: ClassVar[Mapping[str, str]] = {
+        "prefix_cache": "its convolutions hand on their last inputs instead of keys",
+        "packing": "its convolutions reach from one document into the next",
+    }
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_proj",
         "k_proj",

@@ -17,6 +17,7 @@ class Mamba2(DecoderWalk):
     features: ClassVar[frozenset[str]] = frozenset()
     lacks: ClassVar[Mapping[str, str]] = {
         "prefix_cache": "its layers hand on a recurrent state instead of keys",
+        "packing": "its layers carry a state from one document into the next",
         "half_blocks": "its layers have one part only",
     }
     lora_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")

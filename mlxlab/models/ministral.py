@@ -17,6 +17,8 @@ class Ministral(SwigluWalk):
     """Ministral 3 (queries scaled by position), and the text model inside Mistral 3."""
 
     model_types: ClassVar[tuple[str, ...]] = ("ministral3", "mistral3")
+    features: ClassVar[frozenset[str]] = SwigluWalk.features - {"packing"}
+    lacks: ClassVar[Mapping[str, str]] = {"packing": "it scales queries by their position"}
 
     @classmethod
     def problems(cls, model_config: Mapping[str, Any]) -> Iterable[Problem]:

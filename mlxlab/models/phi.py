@@ -14,7 +14,7 @@ class Phi(DecoderWalk):
     """Phi 1, 1.5 and 2: parallel blocks, biases, also at the logits."""
 
     model_types: ClassVar[tuple[str, ...]] = ("phi",)
-    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache"})
+    features: ClassVar[frozenset[str]] = frozenset({"prefix_cache", "packing"})
     lacks: ClassVar[Mapping[str, str]] = {"half_blocks": "attention and feed-forward stand side by side"}
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
     norm_name: ClassVar[str] = "final_layernorm"

@@ -15,7 +15,10 @@ class Qwen3Next(DecoderWalk):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     features: ClassVar[frozenset[str]] = frozenset({"half_blocks"})
-    lacks: ClassVar[Mapping[str, str]] = {"prefix_cache": "most layers hand on a recurrent state instead of keys"}
+    lacks: ClassVar[Mapping[str, str]] = {
+        "prefix_cache": "most layers hand on a recurrent state instead of keys",
+        "packing": "most layers carry a state from one document into the next",
+    }
     compiles: ClassVar[bool] = False  # the gated delta rule goes token by token
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")
 
