@@ -26,7 +26,7 @@ _TILES = 16, 512  # fewest and most queries of a tile
 class Step:
     """Some tiles of `tile` queries each, from query `start` on; together they see keys `first` up to `last`.
 
-    Tile t sees keys first + t * tile up to first + t * tile + width.
+    Tile t sees `width` of them, from first + t * tile on.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Step:
 
 
 def steps(queries: int, keys: int, window: int | None, row_bytes: int, step_bytes: int) -> list[Step]:
-    """How causal attention is cut. The last query stands at the last key; more queries than keys see none at first.
+    """How causal attention is cut; the last query stands at the last key, and there are no more queries than keys.
 
     Args:
         window: how many keys a query may see at most (itself among them), or None.
@@ -53,29 +53,28 @@ def steps(queries: int, keys: int, window: int | None, row_bytes: int, step_byte
         step_bytes: bound on the scores of one step, kept down to the smallest tile.
     """
     offset, (least, most) = keys - queries, _TILES
-    span = keys if window is None else min(window, keys)
+
+    def width(size: int) -> int:
+        """Keys of a tile away from the first key; a multiple of the tile, so that gradients add up in whole tiles."""
+        return keys if window is None else min(keys, -(-(size + window - 1) // size) * size)
+
     # a tile computes up to `tile` keys per query more than needed, so a narrow window wants narrow tiles
     tile = most if window is None else max(4 * least, -(-window // (4 * least)) * least)
     tile = min(tile, most)
-    while tile > least and tile * (tile + span) * row_bytes > step_bytes:
+    while tile > least and tile * width(tile) * row_bytes > step_bytes:
         tile //= 2
     result: list[Step] = []
-    start = max(0, -offset)
-    while start < queries:
+    for start in range(0, queries, tile):
         size = min(tile, queries - start)
         last = offset + start + size
-        width = last if window is None else min(last, -(-(size + window - 1) // size) * size)
+        wide = min(last, width(size))
         before = result[-1] if result else None
         # neighbours of one shape, whose keys move on as their queries do, are one batch
-        if (
-            before is not None
-            and (before.tile, before.width) == (size, width)
-            and (before.tiles + 1) * size * width * row_bytes <= step_bytes
-        ):
+        alike = before is not None and (before.tile, before.width) == (size, wide)
+        if alike and (before.tiles + 1) * size * wide * row_bytes <= step_bytes:
             result[-1] = Step(before.start, before.tiles + 1, size, before.first, last)
         else:
-            result.append(Step(start, 1, size, last - width, last))
-        start += size
+            result.append(Step(start, 1, size, last - wide, last))
     return result
 
 
@@ -108,20 +107,20 @@ def attention(
         [B, heads, L, Dv] in the dtype of the queries. Sums, maxima and log-sum-exp are float32.
     """
     heads, groups = queries.shape[1], keys.shape[1]
+    options = {"window": window, "longest": longest, "sinks": sinks, "softcap": softcap, "step_bytes": step_bytes}
+    before = queries.shape[2] - keys.shape[2]
+    if before > 0:  # queries that stand before the first key
+        starts = None if starts is None else starts[:, before:]
+        rest = attention(queries[:, :, before:], keys, values, scale=scale, starts=starts, **options)
+        return mx.concatenate([mx.zeros((*queries.shape[:2], before, values.shape[-1]), rest.dtype), rest], axis=2)
     widest = min((bound for bound in (window, longest) if bound is not None), default=None)
-    cut = steps(
-        queries.shape[2],
-        keys.shape[2],
-        widest,
-        4 * queries.shape[0] * heads,
-        STEP_BYTES[backend.device()] if step_bytes is None else step_bytes,
-    )
+    row_bytes, step_bytes = 4 * queries.shape[0] * heads, step_bytes or STEP_BYTES[backend.device()]
+    cut = steps(queries.shape[2], keys.shape[2], widest, row_bytes, step_bytes)
     tiles = _Tiles(window, starts, softcap, keys.shape[2] - queries.shape[2])
     # scaled before the product, whose float16 sums could overflow
-    arrays = [_grouped(queries * scale, groups), keys, values]
+    arrays = [mx.unflatten(queries * scale, 1, (groups, heads // groups)), keys, values]
     if sinks is not None:
         arrays.append(sinks.reshape(groups, -1))
-    dtype, rows = queries.dtype, queries.shape[2]
 
     @mx.custom_function
     def run(queries, keys, values, *sinks):
@@ -132,11 +131,6 @@ def attention(
             after = [output, total]
             outputs.append(output)
             sums.append(total)
-        hidden = rows - sum(output.shape[3] for output in outputs)  # queries before the first key
-        if hidden:
-            shape = (*queries.shape[:3], hidden)
-            outputs.insert(0, mx.zeros((*shape, values.shape[-1]), dtype))
-            sums.insert(0, mx.full((*shape, 1), float("inf"), mx.float32))
         return mx.concatenate(outputs, axis=3), mx.concatenate(sums, axis=3)
 
     @run.vjp
@@ -153,9 +147,6 @@ def attention(
             d_keys, d_values = _add(d_keys, d_key, step), _add(d_values, d_value, step)
             after = [d_query, d_keys, d_values]
             d_queries.insert(0, d_query)
-        hidden = rows - sum(d.shape[3] for d in d_queries)
-        if hidden:
-            d_queries.insert(0, mx.zeros((*queries.shape[:3], hidden, queries.shape[-1]), queries.dtype))
         result = [mx.concatenate(d_queries, axis=3), d_keys.astype(keys.dtype), d_values.astype(values.dtype)]
         if sinks:
             weights = mx.exp(sinks[0].astype(mx.float32)[None, :, :, None, None] - sums)
@@ -242,7 +233,7 @@ def _capped(softcap, scores, hidden):
 
 
 def _probabilities(softcap, scores, hidden, sink):
-    """exp(logit - maximum), its sum and the log-sum-exp; an empty row has 1 and inf, so that its output and exp are 0."""
+    """exp(logit - maximum), its sum and the log-sum-exp; an empty row has 1 and inf, so that what follows is 0."""
     logits, _ = _capped(softcap, scores, hidden)
     largest = logits.max(-1, keepdims=True)
     if sink is not None:
@@ -265,11 +256,6 @@ def _gradients(softcap, scores, d_weights, hidden, sums, delta):
     if bent is not None:
         d_scores = d_scores * (1 - mx.square(bent))
     return weights.astype(scores.dtype), d_scores.astype(scores.dtype)
-
-
-def _grouped(queries: mx.array, groups: int) -> mx.array:
-    b, heads, length, d = queries.shape
-    return queries.reshape(b, groups, heads // groups, length, d)
 
 
 def _slice(x: mx.array, step: Step, after: list[mx.array]) -> mx.array:

@@ -88,6 +88,7 @@ SHAPES = {
     "values of another size": {"heads": 6, "length": 33, "d": 16, "dv": 8},
     "queries that continue": {"b": 2, "length": 30, "keys": 75},
     "one query": {"length": 1, "keys": 50},
+    "more queries than keys": {"b": 2, "length": 50, "keys": 41},
     "many tiles": {"length": 301},
 }
 
@@ -205,6 +206,14 @@ def test_half_precision_is_as_good_as_the_plain_form(dtype):
     assert all(ours <= 1.5 * theirs for ours, theirs in zip(*norms)), norms
 
 
+def test_sums_are_float32_whatever_the_inputs():
+    scores = mx.random.normal((3, 1000), key=mx.random.key(0)).astype(mx.bfloat16)
+    weights, total, sums = blockwise._probabilities(None, scores, mx.zeros((1000,)), None)
+    exact = mx.logsumexp(scores.astype(mx.float32), axis=-1, keepdims=True)
+    assert weights.dtype == mx.bfloat16 and total.dtype == sums.dtype == mx.float32
+    assert mx.allclose(sums, exact, rtol=0, atol=1e-5)
+
+
 def test_large_scores_in_float16_do_not_overflow():
     queries, keys, values, _ = tensors(length=8, d=64, dv=64, dtype=mx.float16)
     output = blockwise.attention(60 * queries, 60 * keys, values, scale=1 / 64)
@@ -213,7 +222,7 @@ def test_large_scores_in_float16_do_not_overflow():
 
 # --------------------------------------------------------------------------------------------------------------- cost
 @pytest.mark.parametrize(
-    "queries, keys, window", [(64, 64, None), (300, 300, 40), (100, 400, 17), (50, 41, 5), (7, 7, 1)]
+    "queries, keys, window", [(64, 64, None), (300, 300, 40), (100, 400, 17), (41, 50, 5), (7, 7, 1)]
 )
 @pytest.mark.parametrize("step_bytes", [1, 20_000, 1 << 30])
 def test_steps_cover_what_is_visible_and_little_more(queries, keys, window, step_bytes):
