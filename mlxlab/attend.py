@@ -88,6 +88,11 @@ class Router:
         self.chosen: Counter[str] = Counter()  # form and mask -> calls
         self._files: dict[int, tuple[ModuleType, ...]] = {}
 
+    @property
+    def blockwise_calls(self) -> int:
+        """How often the blockwise form was taken."""
+        return sum(calls for what, calls in self.chosen.items() if what.startswith("blockwise"))
+
     def run(self, adapter: ModelAdapter, block: Block, attention: Any, call: Callable[[], T]) -> T:
         """The result of `call()`, which runs `block` with `attention` (a `mlxlab.attention.StreamAttention`).
 

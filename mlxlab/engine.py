@@ -8,7 +8,7 @@ backward strategy.
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Hashable, Sequence
+from typing import Any, Callable, Hashable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -187,12 +187,21 @@ class StepEngine:
         return Stage((signature, block.index, half), self.lora.names_under(block.path), function)
 
     def _compile(self, key: Hashable, function: Callable) -> Callable:
-        """Compiled functions, kept with the engine. Fusing pays on a GPU; MLX's CPU code gains nothing from it."""
+        """Functions that are used again are compiled on a GPU; MLX's CPU code gains nothing from it.
+
+        The first use is not compiled. So a shape that comes once costs nothing, and it shows whether blockwise
+        attention is inside, whose long chains of operations take minutes to compile.
+        """
         if backend.device() == "cpu" or not self.adapter.compiles:
             return function
-        if key not in self._compiled:
-            self._compiled[key] = mx.compile(function)
-        return self._compiled[key]
+
+        def first(*arguments: Any) -> Any:
+            before = self.router.blockwise_calls
+            result = function(*arguments)
+            self._compiled[key] = function if self.router.blockwise_calls > before else mx.compile(function)
+            return result
+
+        return self._compiled.get(key, first)
 
 
 def _row_order(plan: StreamPlan) -> tuple[dict[str, np.ndarray], list[np.ndarray], np.ndarray]:

@@ -27,7 +27,10 @@ from mlxlab.rundir import RunFolder, find_checkpoints, find_runs
 LATEST = "latest"
 # May differ from the run that is continued: how long, what is reported, how the same numbers are computed, and the
 # optimizer's options, which a user may want to change half-way. Everything else would make it another run.
-CHANGEABLE = ("train.", "optim.", "memory.", "head.", "attention", "model.dtype", "model.linear", "output_dir", "data.path")
+CHANGEABLE = (
+    *("train.", "optim.", "memory.", "head.", "attention"),
+    *("model.dtype", "model.linear", "output_dir", "data.path"),
+)
 # Exceptions to that: what an update consists of, and what `best` compares.
 FIXED = ("train.batch_size", "train.batch_tokens", "train.accumulate", "train.best_metric")
 # What progress.json has.

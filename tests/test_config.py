@@ -68,7 +68,8 @@ def test_components_and_resolved():
         "backward": {"name": "segmented", "segment_layers": 2, "granularity": "block"},
         "layout": {"name": "prefix_shared"},
     }
-    assert built.resolved["memory"] == {"backward": "segmented", "layout": "prefix_shared", "segment_layers": 2, "granularity": "block"}
+    options = {"segment_layers": 2, "granularity": "block"}
+    assert built.resolved["memory"] == {"backward": "segmented", "layout": "prefix_shared", **options}
     assert built.resolved["optim"]["learning_rate"] == 1e-4
 
 

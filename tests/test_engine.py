@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -186,3 +187,25 @@ def test_empty_spans_and_single_tokens():
         result = StepEngine(adapter, lora, Orpo(), head, backward, layout).step(batch, totals)
         assert math.isfinite(result.loss.item())
         assert all(mx.isfinite(g).all().item() for g in result.grads.values())
+
+
+@pytest.mark.parametrize("attention", ["fused", "blockwise"])
+def test_on_a_gpu_what_is_used_again_is_compiled_but_for_blockwise_attention(monkeypatch, attention):
+    """As on a GPU, with a stand-in for mx.compile that counts."""
+    compiled = []
+    monkeypatch.setattr("mlxlab.engine.backend", SimpleNamespace(device=lambda: "cuda"))
+    monkeypatch.setattr(mx, "compile", lambda function: compiled.append(function) or function)
+    adapter, lora = model()
+    randomize(lora)
+    batch = random_examples(Sft(), VOCABULARY)
+    totals = Totals.of(batch, Sft().spans())
+    engine = StepEngine(adapter, lora, Sft(), Fused(7), Segmented(1), Separate(), attention)
+    losses = [engine.step(batch, totals).loss.item() for _ in range(3)]
+    assert losses[0] == losses[1] == losses[2]
+    segments = 2 * len(adapter.blocks())  # forward and backward
+    from_segments = [key for key, function in engine._compiled.items() if function in compiled and key[0] != "s"]
+    assert len(from_segments) == (segments if attention == "fused" else 0)
+    monkeypatch.setattr(Llama, "compiles", False)
+    compiled.clear()
+    StepEngine(adapter, lora, Sft(), Fused(7), Segmented(1), Separate(), attention).step(batch, totals)
+    assert not compiled

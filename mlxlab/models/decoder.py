@@ -100,6 +100,8 @@ class DecoderWalk(ModelAdapter):
 class SwigluWalk(DecoderWalk):
     """Pre-norm layers with a SwiGLU feed-forward, whose two halves are computed by us where that is faster."""
 
+    compiles: ClassVar[bool] = True
+
     def residual(self, layer: nn.Module) -> float:
         """Multiplies what each half adds."""
         return 1.0

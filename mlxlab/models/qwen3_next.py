@@ -19,7 +19,6 @@ class Qwen3Next(DecoderWalk):
         "prefix_cache": "most layers hand on a recurrent state instead of keys",
         "packing": "most layers carry a state from one document into the next",
     }
-    compiles: ClassVar[bool] = False  # the gated delta rule goes token by token
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")
 
     def layer(self, layer: nn.Module, h: mx.array, mask: Mask, cache: Any) -> mx.array:
