@@ -78,7 +78,7 @@ def test_built_in(elsewhere):
     assert names(registry, "method") == ["dpo", "orpo", "sft"]
     assert names(registry) == ["chunked", "flash", "fused", "naive"]
     assert names(registry, "backward") == ["checkpoint", "plain", "segmented"]
-    assert names(registry, "layout") == ["prefix_shared", "separate"]
+    assert names(registry, "layout") == ["packed", "prefix_shared", "separate"]
     assert {"llama", "qwen", "gemma4"} <= set(names(registry, "family"))
     assert {"pretrained", "tiny_llama", "tiny_gemma4"} <= set(names(registry, "source"))
     assert {entry.provider.name for entry in registry.entries() if entry.axis == "method"} == {"mlxlab"}
